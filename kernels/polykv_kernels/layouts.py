@@ -1,0 +1,146 @@
+"""The stored forms of one layer's keys and values.
+
+Notation used throughout: ``Hkv`` KV heads, ``T`` tokens, ``D`` head dim, ``n_tiles = ceil(T / 64)``.
+A layout is a frozen dataclass of tensors and says nothing about how they were computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_SIZE = 64
+"""Tokens in one tile: the unit of the channel scales, and later of the kernels' inner loop."""
+
+LLOYD_MAX_3BIT: tuple[float, ...] = (-2.152, -1.344, -0.756, -0.245, 0.245, 0.756, 1.344, 2.152)
+"""The eight levels that quantise N(0, 1) with the least squared error (Lloyd 1982, Max 1960), to the three decimals
+at which arXiv 2604.24971 publishes them; distortion 0.0346."""
+
+
+def tensor_bytes(*tensors: Tensor | None) -> int:
+    """Bytes really allocated for the tensors: each distinct storage once, whole, views or not."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DenseKV:
+    """Keys and values as the model made them.
+
+    Attributes:
+        keys: ``[Hkv, T, D]``, the model's dtype, after RoPE.
+        values: ``[Hkv, T, D]``, the model's dtype.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Keys:
+    """Symmetric int8 keys, channel-major inside tiles of 64 tokens, so that vector lanes are tokens.
+
+    Attributes:
+        codes: ``[Hkv, n_tiles, D, 64]`` int8 in [-127, 127]; the last tile is padded with zeros.
+        scales: float16 ``[Hkv, n_tiles, D]`` (one step per channel and tile), or float32 ``[1]`` (one for the
+            whole tensor).
+        num_tokens: tokens held, without the padding.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    num_tokens: int
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a single scale serves every head, token and channel."""
+        return self.scales.numel() == 1 and self.scales.ndim == 1
+
+
+@dataclass(frozen=True, slots=True)
+class LloydMax3Values:
+    """Rotated values on the eight Lloyd-Max levels, bit-packed: eight codes in three bytes, little endian.
+
+    ``value = signs * Hadamard(levels[codes]) * scale`` with an orthonormal (block-wise) Hadamard transform, so
+    ``scale`` is the vector's norm divided by ``sqrt(D)``, possibly corrected.
+
+    Attributes:
+        codes: ``[Hkv, T, 3 * D / 8]`` uint8. Code ``i`` of a group of eight lies in bits ``3i .. 3i + 2``.
+        scales: ``[Hkv, T]`` float16.
+        sign_seed: seed of the random signs applied before the transform, or None for no signs. The signs depend
+            on nothing but the seed and D, and are not stored.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    sign_seed: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return self.codes.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedKV:
+    """One layer of a segment: some first tokens exact, the rest packed.
+
+    Attributes:
+        start: absolute position of the first token held.
+        num_tokens: tokens held, exact and packed.
+        num_kv_heads: ``Hkv``.
+        head_dim: ``D``.
+        dtype: dtype that ``decode`` gives back, the model's.
+        exact: the first ``exact.num_tokens`` tokens, or None.
+        keys: packed keys of the remaining tokens, or None when all are exact.
+        values: packed values of the same tokens, or None.
+    """
+
+    start: int
+    num_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    exact: DenseKV | None
+    keys: Int8Keys | None
+    values: LloydMax3Values | None
+
+    def __post_init__(self) -> None:
+        held = self.num_exact + (self.keys.num_tokens if self.keys is not None else 0)
+        if held != self.num_tokens:
+            raise ValueError(f"num_tokens is {self.num_tokens}, but the tensors hold {held} tokens")
+        if (self.keys is None) != (self.values is None):
+            raise ValueError("keys and values must be packed together or not at all")
+
+    @property
+    def num_exact(self) -> int:
+        """Tokens kept exact at the front."""
+        return self.exact.num_tokens if self.exact is not None else 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor held, by the name it has in a file."""
+        out: dict[str, Tensor] = {}
+        if self.exact is not None:
+            out |= {"exact.keys": self.exact.keys, "exact.values": self.exact.values}
+        if self.keys is not None:
+            out |= {"keys.codes": self.keys.codes, "keys.scales": self.keys.scales}
+        if self.values is not None:
+            out |= {"values.codes": self.values.codes, "values.scales": self.values.scales}
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated: codes, scales, padding and exact tokens."""
+        return tensor_bytes(*self.tensors().values())
+
+    @property
+    def dense_fp16_nbytes(self) -> int:
+        """Bytes of the same tokens as plain float16 keys and values, the yardstick of every ratio."""
+        return 2 * 2 * self.num_kv_heads * self.num_tokens * self.head_dim

@@ -1,0 +1,221 @@
+"""The public operations. Shapes, dtypes and errors are stated here once, for every backend.
+
+Only the torch reference exists so far; compiled backends take the same signatures.
+
+Notation: ``Hq`` query heads, ``Hkv`` KV heads (``Hq`` a multiple of ``Hkv``), ``D`` head dim, ``rows`` query
+tokens of all requests stacked, ``T`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polykv_kernels import reference
+from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
+
+__all__ = [
+    "decode",
+    "encode_keys_int8",
+    "encode_values_lloyd3",
+    "masked_attention",
+    "merge_attention_states",
+    "ragged_attention",
+    "shared_attention",
+]
+
+
+def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
+    if not q.is_floating_point():
+        raise TypeError(f"q must be floating point, got {q.dtype}")
+    if q.shape[-1] != head_dim:
+        raise ValueError(f"q has head_dim {q.shape[-1]}, the keys have {head_dim}")
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
+
+
+def shared_attention(
+    q: Tensor,
+    segment: EncodedKV,
+    scale: float,
+    *,
+    q_positions: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many requests' rows over one compressed segment, which is never expanded as a whole.
+
+    All tokens of the segment precede every row, so there is no causal mask; a sliding window masks by absolute
+    position (``key > query - window``). By linearity the Hadamard rotation is undone once per row and not once
+    per token.
+
+    Args:
+        q: ``[rows, Hq, D]``, after RoPE.
+        segment: one layer of the pool.
+        scale: factor on the logits, usually ``D ** -0.5``.
+        q_positions: ``[rows]`` integer absolute positions; needed with ``window`` only.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        ``out`` ``[rows, Hq, D]`` in q's dtype, normalised over this segment alone, and ``lse`` ``[rows, Hq]``, the
+        natural log of the sum of exponentials, float32 (float64 for float64 q). A row whose window excludes the
+        whole segment has out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes do not fit, there are no rows, or a window comes without positions.
+        TypeError: q is not floating point.
+    """
+    if q.ndim != 3 or q.shape[0] == 0:
+        raise ValueError(f"q must be [rows, Hq, D] with at least one row, got {tuple(q.shape)}")
+    _check_query(q, segment.num_kv_heads, segment.head_dim)
+    if window is not None and (q_positions is None or q_positions.shape != q.shape[:1]):
+        raise ValueError("a sliding window needs q_positions of shape [rows]")
+    return reference.shared_attention(q, segment, scale, q_positions=q_positions, window=window)
+
+
+def masked_attention(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over dense, possibly padded keys with an explicit mask, returning the log-sum-exp too.
+
+    Args:
+        q: ``[B, Hq, rows, D]``.
+        keys: ``[B, Hkv, T, D]``.
+        values: ``[B, Hkv, T, D]``.
+        scale: factor on the logits.
+        mask: boolean, broadcastable to ``[B, Hq, rows, T]``; True takes part. None means all do.
+
+    Returns:
+        ``out`` ``[B, Hq, rows, D]`` in q's dtype and ``lse`` ``[B, Hq, rows]`` float32 (float64 for float64 q);
+        fully masked rows have out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: q is not floating point, or the mask not boolean.
+    """
+    if q.ndim != 4 or keys.shape != values.shape or keys.shape[0] != q.shape[0]:
+        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}")
+    _check_query(q, keys.shape[1], keys.shape[3])
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean, got {mask.dtype}")
+    return reference.masked_attention(q, keys, values, scale, mask)
+
+
+def ragged_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    row_counts: Sequence[int],
+    scale: float,
+    *,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each request's rows over its own private tail, tails of any lengths together.
+
+    The last ``row_counts[i]`` tokens of tail ``i`` are the rows of request ``i`` themselves.
+
+    Args:
+        q: ``[rows, Hq, D]``, the requests' rows one after another.
+        keys: one ``[Hkv, T_i, D]`` tensor a request.
+        values: one ``[Hkv, T_i, D]`` tensor a request.
+        row_counts: rows of each request; they sum to ``rows``.
+        scale: factor on the logits.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        ``out`` ``[rows, Hq, D]`` in q's dtype and ``lse`` ``[rows, Hq]`` float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: shapes or counts do not fit.
+        TypeError: q is not floating point.
+    """
+    if q.ndim != 3 or q.shape[0] != sum(row_counts) or not len(keys) == len(values) == len(row_counts):
+        raise ValueError(
+            f"q has {q.shape[0]} rows for row_counts {list(row_counts)}, {len(keys)} keys, {len(values)} values"
+        )
+    for k, v, count in zip(keys, values, row_counts, strict=True):
+        if k.shape != v.shape or count < 1 or k.shape[1] < count:
+            raise ValueError(f"a tail of shape {tuple(k.shape)} cannot hold its own {count} rows")
+        _check_query(q, k.shape[0], k.shape[2])
+    return reference.ragged_attention(q, keys, values, row_counts, scale, window=window)
+
+
+def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Joins partial attentions over disjoint sets of keys by their log-sum-exp.
+
+    ``out = sum_i out_i * exp(lse_i - lse)`` with ``lse = log sum_i exp(lse_i)``, as in FlashAttention's split-KV
+    and FlashInfer's cascade attention.
+
+    Args:
+        states: ``(out [..., D], lse [...])`` pairs of equal shapes; lse -inf marks an empty partial.
+
+    Returns:
+        The merged pair; out keeps its dtype.
+
+    Raises:
+        ValueError: no state, or shapes differ.
+    """
+    if not states:
+        raise ValueError("merge_attention_states needs at least one (out, lse) pair")
+    for out, lse in states:
+        if out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(f"states do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
+    return reference.merge_attention_states(states)
+
+
+def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
+    """Quantises keys to symmetric int8.
+
+    Args:
+        keys: ``[Hkv, T, D]`` floating point, after RoPE.
+        per_tensor: one scale ``max|K| / 127`` for the whole tensor (arXiv 2604.24971) instead of one per channel
+            and 64-token tile.
+
+    Returns:
+        The packed keys.
+
+    Raises:
+        ValueError: the shape does not fit, or a key is NaN or infinite.
+    """
+    _check_encodable(keys, "keys")
+    return reference.encode_keys_int8(keys, per_tensor=per_tensor)
+
+
+def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool = True) -> LloydMax3Values:
+    """Rotates values and quantises them to the eight Lloyd-Max levels, bit-packed.
+
+    Args:
+        values: ``[Hkv, T, D]`` floating point; D a multiple of 16.
+        sign_seed: seed of random signs before the transform (they stop structured vectors from clipping), or None.
+        least_squares: store the scale that minimises each vector's error instead of its norm.
+
+    Returns:
+        The packed values.
+
+    Raises:
+        ValueError: D is no multiple of 16, a value is NaN or infinite, or too long for a float16 scale.
+    """
+    _check_encodable(values, "values")
+    reference.hadamard_block(values.shape[-1])
+    return reference.encode_values_lloyd3(values, sign_seed=sign_seed, least_squares=least_squares)
+
+
+def _check_encodable(x: Tensor, name: str) -> None:
+    if x.ndim != 3 or 0 in x.shape:
+        raise ValueError(f"{name} must be [Hkv, T, D] and not empty, got {tuple(x.shape)}")
+    if not torch.isfinite(x).all():
+        raise ValueError(f"{name} hold NaN or infinite numbers: the model's forward pass is broken; nothing was stored")
+
+
+def decode(segment: EncodedKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Expands a layer to dense keys and values: for tests and tools, never used by a reader.
+
+    Args:
+        segment: one layer of the pool.
+        dtype: dtype of the result; the model's by default.
+
+    Returns:
+        keys and values, each ``[Hkv, T, D]``.
+    """
+    return reference.decode(segment, dtype)

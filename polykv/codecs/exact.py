@@ -1,0 +1,24 @@
+"""``exact``: keys and values as the model made them. The oracle of every test; shared, but not compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from polykv_kernels import EncodedKV
+from polykv_kernels.reference import dense_segment
+from torch import Tensor
+
+from polykv.codecs.base import Codec
+
+
+class ExactCodec(Codec):
+    """Stores the model's dtype unchanged."""
+
+    name: ClassVar[str] = "exact"
+
+    def encode(
+        self, keys: Tensor, values: Tensor, positions: Tensor, stats: Mapping[str, Tensor] | None = None
+    ) -> EncodedKV:
+        """See :meth:`Codec.encode`."""
+        return dense_segment(keys.clone(), values.clone(), int(positions[0]))

@@ -1,0 +1,61 @@
+"""Every error of the library. Messages say what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ContextReleasedError",
+    "EngineClosedError",
+    "IncompatiblePoolError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "NonFiniteLogitsError",
+    "PolyKVError",
+    "PromptTooLongError",
+    "RequestCancelledError",
+    "UnknownCodecError",
+    "UnsupportedModelError",
+]
+
+
+class PolyKVError(Exception):
+    """Base class."""
+
+
+class UnknownCodecError(PolyKVError, ValueError):
+    """A codec name that is not registered."""
+
+
+class UnsupportedModelError(PolyKVError, ValueError):
+    """A model whose architecture, layer type, RoPE type or head dim cannot be served."""
+
+
+class ModelNotFoundError(PolyKVError, FileNotFoundError):
+    """A model folder, file or packaged model that is not there."""
+
+
+class IncompatiblePoolError(PolyKVError, ValueError):
+    """A pool or segment of another model, revision or tokenizer, or inputs that do not continue it."""
+
+
+class InvalidRequestError(PolyKVError, ValueError):
+    """A request value out of range, or of the wrong kind."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Context, prompt and answer together exceed the model's positions."""
+
+
+class ContextReleasedError(PolyKVError, RuntimeError):
+    """A shared context or lease that has been released."""
+
+
+class NonFiniteLogitsError(PolyKVError, ArithmeticError):
+    """The model returned NaN for a request; only that request fails."""
+
+
+class EngineClosedError(PolyKVError, RuntimeError):
+    """The engine has been closed, has died, or belongs to the parent process."""
+
+
+class RequestCancelledError(PolyKVError):
+    """The request was cancelled before it finished."""

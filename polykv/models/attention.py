@@ -1,0 +1,143 @@
+"""The hook into transformers: an attention implementation called ``polykv``.
+
+With no pool attached it is ``sdpa``, mask and all. With one, ``Cache.update`` has put a :class:`LayerView` among the
+keyword arguments, and the view computes the attention: over the compressed segment, over the private tail, merged by
+log-sum-exp. No model code is patched. (The keyword route exists since transformers 5.24.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from polykv.errors import UnsupportedModelError
+from polykv.models.support import check_supported
+
+ATTENTION_NAME = "polykv"
+VIEW_KEY = "polykv_view"
+
+
+class LayerView(Protocol):
+    """One layer of a cache that reads a pool, for the length of one attention call."""
+
+    def attend(self, query: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
+        """Attention of all rows.
+
+        Args:
+            query: ``[B, Hq, rows, D]`` after RoPE.
+            scale: factor on the logits.
+            mask: boolean ``[B, 1, rows, pool + tail]``, or None for a single row that sees everything.
+            window: the layer's sliding window in tokens, or None.
+
+        Returns:
+            ``[B, rows, Hq, D]`` in the query's dtype.
+        """
+        ...
+
+
+def polykv_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function in transformers' signature; see the module's docstring."""
+    view: LayerView | None = kwargs.pop(VIEW_KEY, None)
+    if view is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError("attention with a soft cap or a position bias cannot read a pool")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    return view.attend(query, scale, attention_mask, kwargs.get("sliding_window")), None
+
+
+AttentionInterface.register(ATTENTION_NAME, polykv_attention_forward)
+# Without a mask function of the same name transformers builds no mask at all, and chunked prefill, left padding and
+# sliding windows are silently wrong.
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def model_lock(model: PreTrainedModel) -> threading.RLock:
+    """The lock under which our own code runs a model's forward: one forward at a time uses all cores best."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+class _ChecksInputs(Protocol):
+    def check_forward(self, model: PreTrainedModel, input_length: int, mask: Tensor | None) -> None: ...
+
+    def check_generate(self, input_ids: Tensor | None, mask: Tensor | None) -> None: ...
+
+
+def _pooled_cache(kwargs: dict[str, Any]) -> _ChecksInputs | None:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    return cache if hasattr(cache, "check_generate") else None
+
+
+def _check_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: a wrong mask length is silently padded by transformers, so it must be caught here."""
+    cache = _pooled_cache(kwargs)
+    if cache is None:
+        return
+    inputs = args[0] if args else kwargs.get("input_ids")
+    if inputs is None:
+        inputs = kwargs.get("inputs_embeds")
+    if isinstance(inputs, Tensor):
+        cache.check_forward(model, inputs.shape[1], kwargs.get("attention_mask"))
+
+
+class _CheckedGenerate:
+    """``model.generate`` of one model object, with the ids checked against the pool first.
+
+    ``generate`` decides by lengths alone whether it was given the document again or only the question; a wrong guess is
+    silent. An object and not a closure, so that a copied or pickled model generates with its own weights.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.__doc__ = type(model).generate.__doc__
+        self.__signature__ = inspect.signature(model.generate)
+
+    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        cache = _pooled_cache(kwargs)
+        if cache is not None:
+            ids = inputs if inputs is not None else kwargs.get("input_ids")
+            cache.check_generate(ids, kwargs.get("attention_mask"))
+        return type(self._model).generate(self._model, inputs, *args, **kwargs)
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Makes a model able to read pools. Idempotent; ordinary use of the model stays as it was with sdpa.
+
+    Raises:
+        UnsupportedModelError: the model's family, layer types or RoPE cannot be served.
+    """
+    check_supported(model)
+    with _guard:
+        if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
+            return
+        model.set_attn_implementation(ATTENTION_NAME)
+        model.register_forward_pre_hook(_check_forward, with_kwargs=True)
+        model.__dict__["generate"] = _CheckedGenerate(model)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A 4D mask that transformers passes through untouched and a :class:`LayerView` of the engine ignores."""
+    return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)

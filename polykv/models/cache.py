@@ -1,0 +1,164 @@
+"""A transformers cache that reads a pool: for plain ``model(...)`` and ``model.generate(...)``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from polykv_kernels import ops
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from polykv.errors import IncompatiblePoolError
+from polykv.models.attention import ATTENTION_NAME, VIEW_KEY
+from polykv.models.identity import identity_of
+from polykv.models.tail import TailLayer
+
+if TYPE_CHECKING:
+    from polykv.pool.lease import Lease
+    from polykv.pool.segment import KVSegment
+
+
+class _PooledLayerView:
+    """See :class:`polykv.models.attention.LayerView`; one batch of rows over one segment and their own tails."""
+
+    def __init__(self, cache: PooledCache, layer_idx: int, positions: Tensor | None) -> None:
+        self._cache = cache
+        self._layer_idx = layer_idx
+        self._positions = positions  # [B or 1, rows]
+
+    def attend(self, query: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
+        """See :meth:`LayerView.attend`."""
+        cache = self._cache
+        cache._unread_layer = None
+        batch, num_heads, rows, head_dim = query.shape
+        encoded = cache.segment.layers[self._layer_idx]
+        tail = cache.layers[self._layer_idx]
+        if self._positions is not None:
+            positions = self._positions.expand(batch, rows).reshape(-1)
+        else:
+            seen = tail.get_seq_length()
+            positions = torch.arange(seen - rows, seen, device=query.device).repeat(batch)
+        stacked = query.transpose(1, 2).reshape(batch * rows, num_heads, head_dim)
+        pool_out, pool_lse = ops.shared_attention(stacked, encoded, scale, q_positions=positions, window=window)
+        if mask is not None:
+            if mask.dtype != torch.bool:
+                mask = mask >= 0  # an additive mask: 0 takes part, a large negative number does not
+            if mask.shape[-1] != tail.get_seq_length():
+                raise IncompatiblePoolError(
+                    f"the 4D attention mask covers {mask.shape[-1]} keys, but pool and tail hold {tail.get_seq_length()}"
+                )
+            mask = mask[..., tail.prefix_length :]
+        elif rows > 1:
+            raise IncompatiblePoolError(
+                f"{rows} rows reached a pool without an attention mask; was the mask function of {ATTENTION_NAME!r} replaced?"
+            )
+        tail_out, tail_lse = ops.masked_attention(query, tail.keys, tail.values, scale, mask)
+        tail_state = (tail_out.transpose(1, 2), tail_lse.transpose(1, 2))
+        pool_state = (pool_out.view(batch, rows, num_heads, head_dim), pool_lse.view(batch, rows, num_heads))
+        return ops.merge_attention_states(pool_state, tail_state)[0]
+
+
+class PooledCache(Cache):
+    """View on a leased segment plus private tail layers; ``get_seq_length()`` counts both.
+
+    It holds no dense copy of the segment. Make one for each call: it grows as the model generates. It works for
+    batches (each row its own tail), with beams, with ``prefill_chunk_size`` and with assisted decoding.
+
+    Args:
+        segment: the shared context.
+        lease: released when the cache is released or collected.
+    """
+
+    def __init__(self, segment: KVSegment, lease: Lease) -> None:
+        super().__init__(layers=[TailLayer(segment.num_tokens) for _ in segment.layers])
+        self.segment = segment
+        self._lease = lease
+        self._unread_layer: int | None = None
+        weakref.finalize(self, lease.release)
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        kwargs: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens in the private tail and hands the attention function a view of pool and tail.
+
+        Raises:
+            IncompatiblePoolError: the model's attention does not read the view, so its result would ignore the pool.
+        """
+        encoded = self.segment.layers[layer_idx] if layer_idx < len(self.segment.layers) else None
+        if kwargs is None or self._unread_layer is not None:
+            raise IncompatiblePoolError(
+                f"this model's attention implementation is not {ATTENTION_NAME!r}, so it would ignore the pool; "
+                "call polykv.attach(model) first, and use the model the pool was built with"
+            )
+        shape = (key_states.shape[1], key_states.shape[3])
+        if encoded is None or shape != (encoded.num_kv_heads, encoded.head_dim):
+            raise IncompatiblePoolError(
+                f"layer {layer_idx} of this model has {shape[0]} KV heads of {shape[1]} elements, which the pool of "
+                f"{self.segment.model.name!r} does not match; use the model the pool was built with"
+            )
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        self._unread_layer = layer_idx
+        kwargs[VIEW_KEY] = _PooledLayerView(self, layer_idx, kwargs.get("position_ids"))
+        return keys, values
+
+    def release(self) -> None:
+        """Drops the private tails and gives the lease back. Idempotent."""
+        for layer in self.layers:
+            layer.reset()
+        self._lease.release()
+
+    @property
+    def tail_nbytes(self) -> int:
+        """Bytes allocated for the private tails."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, TailLayer))
+
+    def check_forward(self, model: PreTrainedModel, input_length: int, mask: Tensor | None) -> None:
+        """Refuses a model or a mask that does not belong to this cache; called before every forward.
+
+        Raises:
+            IncompatiblePoolError: see the message.
+        """
+        self._lease.check()
+        self._unread_layer = None
+        reason = self.segment.model.mismatch(identity_of(model))
+        if reason is not None:
+            raise IncompatiblePoolError(
+                f"the pool was built with {self.segment.model.name!r}, which differs from "
+                f"{identity_of(model).name!r} in its {reason}; build a pool with this model"
+            )
+        expected = self.get_seq_length() + input_length
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != expected:
+            raise IncompatiblePoolError(
+                f"attention_mask covers {mask.shape[1]} tokens; it must cover {expected}: {self.get_seq_length()} in the "
+                f"cache and {input_length} new ones. Use pool.inputs(question), or leave the mask out."
+            )
+
+    def check_generate(self, input_ids: Tensor | None, mask: Tensor | None) -> None:
+        """Refuses ids that ``generate`` would slice wrongly; called at the start of ``generate``.
+
+        Raises:
+            IncompatiblePoolError: see the message.
+        """
+        self._lease.check()
+        if input_ids is None:
+            raise IncompatiblePoolError("generate with a pool needs input_ids; inputs_embeds are not supported")
+        seen, given = self.get_seq_length(), input_ids.shape[1]
+        if mask is not None and mask.shape[1] == seen + given and given > 0:
+            return  # the question alone, with a mask over pool and question
+        document = self.segment.token_ids.to(device=input_ids.device, dtype=input_ids.dtype)
+        starts_with_document = given > seen and bool((input_ids[:, : document.shape[0]] == document).all())
+        if not starts_with_document or (mask is not None and mask.shape[1] != given):
+            covered = "none" if mask is None else f"one over {mask.shape[1]}"
+            raise IncompatiblePoolError(
+                f"input_ids have {given} tokens and the attention mask is {covered}, but the cache holds {seen}. Give the "
+                f"question alone with a mask over {seen} + {given} tokens, as pool.inputs(question) does, or the "
+                "document's own ids followed by the question."
+            )

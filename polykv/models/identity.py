@@ -1,0 +1,146 @@
+"""Who a stored key or value belongs to: the model, its tokenizer, its RoPE, and the token ids before it.
+
+A segment is content-addressed. Its identity is a SHA-256 chain whose first link is the model's identity and whose
+following links each take 64 token ids, so that two texts with a common start share their first links. Every field is
+prefixed by its name and length: no two different inputs can give the same bytes. The codec is a property of the stored
+object and not part of the chain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+CHAIN_VERSION = "polykv/segment/1"
+CHAIN_BLOCK = 64
+"""Token ids a link of the chain."""
+
+_SAMPLES_PER_WEIGHT = 32
+
+
+def _digest(domain: str, *fields: tuple[str, bytes]) -> bytes:
+    sha = hashlib.sha256(domain.encode())
+    for name, value in fields:
+        sha.update(f"|{name}:{len(value)}:".encode())
+        sha.update(value)
+    return sha.digest()
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What two processes must agree on to exchange stored keys and values.
+
+    Attributes:
+        name: where the model came from; for messages, never compared.
+        model_type: ``config.model_type``.
+        revision: commit of a hub download, else empty.
+        weights: digest over every parameter's name, shape, dtype and a sample of its values.
+        rope: canonical JSON of the RoPE parameters.
+        adapter: active adapters, else empty.
+        tokenizer: digest of the tokenizer, else empty when only token ids are known.
+    """
+
+    name: str = field(compare=False)
+    model_type: str
+    revision: str
+    weights: str
+    rope: str
+    adapter: str
+    tokenizer: str
+
+    def chain_root(self, salt: str = "") -> bytes:
+        """First link of the chain. ``salt`` keeps the segments of one tenant apart from another's."""
+        return _digest(
+            CHAIN_VERSION,
+            ("model_type", self.model_type.encode()),
+            ("revision", self.revision.encode()),
+            ("weights", self.weights.encode()),
+            ("rope", self.rope.encode()),
+            ("adapter", self.adapter.encode()),
+            ("tokenizer", self.tokenizer.encode()),
+            ("salt", salt.encode()),
+        )
+
+    def mismatch(self, other: ModelIdentity) -> str | None:
+        """Names the first field in which two identities differ, or None. An unknown tokenizer matches any."""
+        for name in ("model_type", "weights", "revision", "rope", "adapter"):
+            if getattr(self, name) != getattr(other, name):
+                return name
+        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
+            return "tokenizer"
+        return None
+
+
+def segment_identity(identity: ModelIdentity, token_ids: Sequence[int], salt: str = "") -> str:
+    """Hex SHA-256 of the chain after all of ``token_ids``."""
+    link = identity.chain_root(salt)
+    for first in range(0, len(token_ids), CHAIN_BLOCK):
+        block = torch.tensor(token_ids[first : first + CHAIN_BLOCK], dtype=torch.int32)
+        link = _digest("polykv/block/1", ("parent", link), ("tokens", block.numpy().astype("<i4").tobytes()))
+    return link.hex()
+
+
+_model_digests: weakref.WeakKeyDictionary[PreTrainedModel, ModelIdentity] = weakref.WeakKeyDictionary()
+_tokenizer_digests: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _weights_digest(model: PreTrainedModel) -> str:
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        picks = torch.linspace(0, flat.numel() - 1, min(flat.numel(), _SAMPLES_PER_WEIGHT)).long()
+        sample = flat[picks.to(flat.device)].to("cpu", torch.float64).numpy()
+        sha.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|".encode())
+        sha.update(sample.tobytes())
+    return sha.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any | None) -> str:
+    """Digest of a tokenizer's rules and vocabulary; empty for None."""
+    if tokenizer is None:
+        return ""
+    with _lock:
+        if tokenizer not in _tokenizer_digests:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if backend is not None:
+                text = backend.to_str()
+            else:
+                text = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+            _tokenizer_digests[tokenizer] = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        return _tokenizer_digests[tokenizer]
+
+
+def identity_of(model: PreTrainedModel, tokenizer: Any | None = None) -> ModelIdentity:
+    """Identity of a loaded model. Computed once a model object: weights changed in place later are not seen.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer, or None when only token ids are used.
+    """
+    with _lock:
+        known = _model_digests.get(model)
+        if known is None:
+            config = model.config
+            adapters = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else []
+            known = ModelIdentity(
+                name=str(getattr(config, "_name_or_path", "") or type(model).__name__),
+                model_type=config.model_type,
+                revision=str(getattr(config, "_commit_hash", None) or ""),
+                weights=_weights_digest(model),
+                rope=json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
+                adapter=",".join(adapters),
+                tokenizer="",
+            )
+            _model_digests[model] = known
+    if tokenizer is None:
+        return known
+    return ModelIdentity(**{**known.__dict__, "tokenizer": tokenizer_digest(tokenizer)})

