@@ -97,7 +97,8 @@ def _weights_digest(model: PreTrainedModel) -> str:
     sha = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
-        picks = torch.linspace(0, flat.numel() - 1, min(flat.numel(), _SAMPLES_PER_WEIGHT)).long()
+        count = min(flat.numel(), _SAMPLES_PER_WEIGHT)
+        picks = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
         sample = flat[picks.to(flat.device)].to("cpu", torch.float64).numpy()
         sha.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|".encode())
         sha.update(sample.tobytes())

@@ -1,0 +1,430 @@
+"""The engine: one thread owns the model and runs every request in one forward a step."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from polykv.codecs import Codec
+from polykv.engine.request import Request, RequestHandle, SamplingParams
+from polykv.engine.runner import ModelRunner
+from polykv.engine.scheduler import Scheduler, Sequence, Work
+from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
+from polykv.models.loading import ProgressCallback
+from polykv.pool.pool import SharedKVPool, check_length
+from polykv.pool.segment import KVSegment
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_BATCH = 32
+DEFAULT_TOKEN_BUDGET = 512
+IDLE_SECONDS = 2.0
+"""An idle engine gives its thread up, so that one nobody uses any more can be collected."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine at one moment; the counters run from its start.
+
+    Attributes:
+        running: requests that have started.
+        waiting: requests in the queue.
+        finished: requests that ended well.
+        failed: requests that ended with an error.
+        cancelled: requests that were cancelled.
+        steps: forwards of the running requests.
+        prefill_tokens: prompt rows computed.
+        generated_tokens: tokens chosen.
+        peak_running: most requests that ran at once.
+        tail_bytes: bytes of the private tails at this moment.
+        peak_tail_bytes: their largest sum.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    peak_running: int = 0
+    tail_bytes: int = 0
+    peak_tail_bytes: int = 0
+
+
+@dataclass(eq=False)
+class _BuildJob:
+    """A segment being built between the steps of other requests; its caller waits on ``events``."""
+
+    token_ids: Seq[int]
+    codec: str | Codec | None
+    events: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    cancelled: bool = False
+    steps: Any = None
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Runs requests over one model. Thread-safe; its thread starts with the first request.
+
+    Args:
+        model: a causal language model of a supported family.
+        tokenizer: its tokenizer.
+        pool: where shared contexts live; a new one by default.
+        max_batch: requests that run at once; further ones wait.
+        token_budget: rows of one forward.
+        num_threads: torch threads of the engine's thread; torch's default if None.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot read a pool.
+        IncompatiblePoolError: the pool belongs to another model or tokenizer.
+        InvalidRequestError: max_batch or token_budget is below 1.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        pool: SharedKVPool | None = None,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
+        num_threads: int | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("token_budget", token_budget), ("num_threads", num_threads)):
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)
+        self.pool.check_model(model, tokenizer)
+        self._runner = ModelRunner(model)
+        self._scheduler = Scheduler(max_batch, token_budget)
+        self._eos_ids = _eos_ids(model, tokenizer)
+        self._num_threads = num_threads
+        self._num_layers = model.config.num_hidden_layers
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._builds: list[_BuildJob] = []
+        self._thread: threading.Thread | None = None
+        self._closed: BaseException | None = None
+        self._pid = os.getpid()
+        self._counters: dict[str, int] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        _engines.add(self)
+
+    # ------------------------------------------------------------------------------------ the callers' side
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queues a request and returns at once.
+
+        Raises:
+            PromptTooLongError: prompt and max_tokens exceed the model's positions.
+            IncompatiblePoolError: the prompt does not start with the segment's tokens.
+            InvalidRequestError: an empty prompt, or nothing after the shared context.
+            EngineClosedError: the engine is closed, has died, or was made before a fork.
+        """
+        self._check_request(request)
+        handle = RequestHandle(request)
+        with self._changed:
+            self._check_open()
+            self._scheduler.waiting.append(handle)
+            self._ensure_thread()
+        return handle
+
+    def generate(
+        self, token_ids: Seq[int], sampling: SamplingParams | None = None, segment: KVSegment | None = None
+    ) -> RequestHandle:
+        """As :meth:`submit`, from the request's parts."""
+        return self.submit(Request(tuple(token_ids), segment, sampling or SamplingParams()))
+
+    def _check_request(self, request: Request) -> None:
+        context = request.segment.num_tokens if request.segment is not None else 0
+        own = len(request.token_ids) - context
+        if request.segment is not None:
+            head = torch.tensor(request.token_ids[:context], dtype=torch.int32)
+            if head.shape != request.segment.token_ids.shape or not torch.equal(head, request.segment.token_ids):
+                raise IncompatiblePoolError(
+                    f"the prompt ({len(request.token_ids)} tokens) does not start with the {context} tokens of the shared context"
+                )
+            reason = self.pool.identity.mismatch(request.segment.model)
+            if reason is not None:
+                raise IncompatiblePoolError(
+                    f"the shared context was built with {request.segment.model.name!r}, which differs from this engine's "
+                    f"{self.pool.identity.name!r} in its {reason}; share the text with this model"
+                )
+        if own < 1:
+            raise InvalidRequestError("the prompt has no tokens of its own after the shared context; ask something")
+        check_length(self.model, context, own, request.sampling.max_tokens)
+
+    def share(
+        self, token_ids: Seq[int], codec: str | Codec | None = None, progress: ProgressCallback | None = None
+    ) -> KVSegment:
+        """Builds a segment, or finds it, while other requests go on. Blocks until it is there.
+
+        Args:
+            token_ids: the context.
+            codec: how to store it; the pool's default if None.
+            progress: called in this thread with a phase, units done and units in all.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError, UnknownCodecError: see :meth:`SharedKVPool.build`.
+            EngineClosedError: the engine is closed.
+        """
+        job = _BuildJob(token_ids, codec)
+        with self._changed:
+            self._check_open()
+            self._builds.append(job)
+            self._ensure_thread()
+        try:
+            while True:
+                kind, value = job.events.get()
+                if kind == "done":
+                    segment: KVSegment = value
+                    return segment
+                if kind == "error":
+                    raise value
+                if progress is not None:
+                    progress(*value)
+        finally:
+            job.cancelled = True  # an interrupted caller must not leave a build behind
+
+    def stats(self) -> EngineStats:
+        """Counters and present sizes."""
+        with self._lock:
+            counters = dict(self._counters)
+            counters["running"] = len(self._scheduler.running)
+            counters["waiting"] = len(self._scheduler.waiting)
+            counters["tail_bytes"] = sum(s.tail_bytes for s in self._scheduler.running)
+        return EngineStats(**counters)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed is not None
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends every request with an error, and the thread with them. Idempotent.
+
+        Args:
+            wait: return only when the thread has ended, which takes at most one step.
+        """
+        self._die(EngineClosedError("the engine has been closed; make a new one"))
+        thread = self._thread
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this engine was made before a fork and its thread did not survive; make the model in the child process, or "
+                "use threads, asyncio or the 'spawn' start method"
+            )
+        if self._closed is not None:
+            raise EngineClosedError(str(self._closed)) from self._closed
+
+    # ------------------------------------------------------------------------------------ the engine's thread
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="polykv-engine", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        try:
+            while self._wait_for_work():
+                self._drop_cancelled()
+                self._advance_build()
+                self._admit()
+                batch = self._scheduler.next_batch()
+                if batch:
+                    self._step(batch)
+        except BaseException as error:
+            logger.exception("the engine's thread died")
+            self._die(EngineClosedError(f"the engine died: {type(error).__name__}: {error}"))
+            raise
+
+    def _wait_for_work(self) -> bool:
+        """False ends the thread: closed, or idle for a while."""
+        with self._changed:
+            deadline = time.monotonic() + IDLE_SECONDS
+            while self._closed is None and not (self._builds or self._scheduler.waiting or self._scheduler.running):
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    self._thread = None
+                    return False
+            return self._closed is None
+
+    def _die(self, error: EngineClosedError) -> None:
+        with self._changed:
+            if self._closed is None:
+                self._closed = error
+            handles = list(self._scheduler.waiting)
+            sequences = list(self._scheduler.running)
+            jobs = list(self._builds)
+            self._scheduler.waiting.clear()
+            self._scheduler.running.clear()
+            self._builds.clear()
+            self._changed.notify_all()
+        for sequence in sequences:
+            sequence.release()
+            handles.append(sequence.handle)
+        for handle in handles:
+            handle.fail(EngineClosedError(str(error)))
+        for job in jobs:
+            job.events.put(("error", EngineClosedError(str(error))))
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            waiting = [h for h in self._scheduler.waiting if h.cancelled]
+            running = [s for s in self._scheduler.running if s.handle.cancelled]
+            for handle in waiting:
+                self._scheduler.waiting.remove(handle)
+        for handle in waiting:
+            self._count(cancelled=1)
+            handle.fail(RequestCancelledError("the request was cancelled before it started"))
+        for sequence in running:
+            self._end(sequence, RequestCancelledError("the request was cancelled"))
+
+    def _advance_build(self) -> None:
+        """One chunk of the first build in line; each is built alone, in order."""
+        with self._lock:
+            job = self._builds[0] if self._builds else None
+        if job is None:
+            return
+        event: tuple[str, Any]
+        try:
+            if job.cancelled:
+                raise RequestCancelledError("nobody waits for this build any more")
+            if job.steps is None:
+                job.steps = self.pool.build_steps(job.token_ids, job.codec)
+            event = ("progress", next(job.steps))
+        except StopIteration as stop:
+            event = ("done", stop.value)
+        except Exception as error:
+            event = ("error", error)
+        if event[0] != "progress":
+            if job.steps is not None:
+                job.steps.close()
+            with self._lock:
+                if job in self._builds:
+                    self._builds.remove(job)
+            if event[0] == "done" and job.cancelled:
+                self.pool.release(event[1])
+        job.events.put(event)
+
+    def _admit(self) -> None:
+        while True:
+            with self._lock:
+                if not self._scheduler.admissible():
+                    return
+                handle = self._scheduler.waiting.popleft()
+            try:
+                segment = handle.request.segment
+                lease = self.pool.lease(segment, owner=handle) if segment is not None else None
+                sequence = Sequence(handle, lease, self._num_layers, self.tokenizer, self._eos_ids)
+            except Exception as error:
+                self._count(failed=1)
+                handle.fail(error)
+                continue
+            sequence.started_at = time.perf_counter()
+            with self._lock:
+                if self._closed is None:
+                    self._scheduler.running.append(sequence)
+                    peak = self._counters["peak_running"]
+                    self._counters["peak_running"] = max(peak, len(self._scheduler.running))
+                    continue
+            sequence.release()
+            handle.fail(EngineClosedError(str(self._closed)))
+
+    def _step(self, batch: list[Work]) -> None:
+        lengths = [work.sequence.tails[0].length for work in batch]
+        try:
+            logits = self._runner.forward(batch)
+        except Exception as error:
+            self._recover(batch, lengths, error)
+            return
+        self._count(steps=1, prefill_tokens=sum(w.rows for w in batch if not w.sequence.generated))
+        for work, row in zip(batch, logits, strict=True):
+            wants_token = work.wants_token
+            work.sequence.advance(work.rows)
+            if wants_token:
+                self._choose(work.sequence, row)
+        with self._lock:
+            tail_bytes = sum(s.tail_bytes for s in self._scheduler.running)
+            self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
+
+    def _choose(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        try:
+            completion = sequence.accept(sequence.sampler.sample(logits))
+        except Exception as error:
+            self._end(sequence, error)
+            return
+        self._count(generated_tokens=1)
+        if completion is not None:
+            self._end(sequence, None)
+            sequence.handle.finish(completion)
+
+    def _recover(self, batch: list[Work], lengths: list[int], error: Exception) -> None:
+        """A forward that failed for a batch is repeated for each request alone, so that only the culprit fails."""
+        for work, length in zip(batch, lengths, strict=True):
+            for tail in work.sequence.tails:
+                tail.crop(length - tail.length)
+        if len(batch) == 1:
+            self._end(batch[0].sequence, error)
+            return
+        logger.warning("a forward of %d requests failed (%s); repeating them one by one", len(batch), error)
+        for work in batch:
+            self._step([work])
+
+    def _end(self, sequence: Sequence, error: Exception | None) -> None:
+        """Frees everything a sequence holds; with an error, its caller sees it raised."""
+        with self._lock:
+            self._counters["peak_tail_bytes"] = max(
+                self._counters["peak_tail_bytes"], sum(s.tail_bytes for s in self._scheduler.running)
+            )
+            if sequence in self._scheduler.running:
+                self._scheduler.running.remove(sequence)
+        sequence.release()
+        if error is None:
+            self._count(finished=1)
+        else:
+            self._count(**{"cancelled" if isinstance(error, RequestCancelledError) else "failed": 1})
+            sequence.handle.fail(error)
+
+    def _count(self, **increments: int) -> None:
+        with self._lock:
+            for name, amount in increments.items():
+                self._counters[name] += amount
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Ids that end an answer: those of the generation config and the tokenizer's own."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(i) for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)
+
+
+@atexit.register
+def _close_all() -> None:
+    # daemon threads are killed mid-forward at interpreter exit; ending them first makes the exit clean
+    for engine in list(_engines):
+        if engine._pid == os.getpid():
+            engine.close()
+
+

@@ -1,0 +1,173 @@
+"""Engines of this process by what they serve, so that many chat-model objects share weights and batch together."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from polykv.engine.engine import DEFAULT_MAX_BATCH, Engine
+from polykv.errors import EngineClosedError, ModelNotFoundError
+from polykv.models.loading import ProgressCallback, check_source, load_model
+
+OBJECT_PREFIX = "object:"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made from. Two chat models with equal specs share one engine.
+
+    Attributes:
+        model: a name for :func:`polykv.load_model`, or ``object:...`` for a model that was handed over loaded.
+        device: see :func:`polykv.load_model`.
+        dtype: see :func:`polykv.load_model`.
+        revision: see :func:`polykv.load_model`.
+        trust_remote_code: see :func:`polykv.load_model`.
+        max_batch: requests that run at once.
+        num_threads: torch threads of the engine, or None for torch's default.
+    """
+
+    model: str
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    max_batch: int = DEFAULT_MAX_BATCH
+    num_threads: int | None = None
+
+    @property
+    def weights_key(self) -> tuple[object, ...]:
+        """What decides which weights are loaded; engines that differ only in batching share them."""
+        return (self.model, self.device, self.dtype, self.revision, self.trust_remote_code)
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """Weights and tokenizer, kept alive by the engines that use them."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+class _Entry:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Engine | None = None
+        self.weights: LoadedModel | None = None
+        self.references = 0
+
+
+_lock = threading.Lock()
+_entries: dict[EngineSpec, _Entry] = {}
+_weights: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
+_object_numbers = itertools.count(1)
+
+
+def register_object(model: PreTrainedModel, tokenizer: Any) -> tuple[str, LoadedModel]:
+    """Gives a loaded model a name under which this process finds it, as long as somebody keeps the result."""
+    with _lock:
+        for key, known in _weights.items():
+            if known.model is model and known.tokenizer is tokenizer and str(key[0]).startswith(OBJECT_PREFIX):
+                return str(key[0]), known
+        base = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        name = f"{OBJECT_PREFIX}{base}#{next(_object_numbers)}"
+        loaded = LoadedModel(model, tokenizer)
+        _weights[(name, None, None, None, False)] = loaded
+        return name, loaded
+
+
+class EngineReference:
+    """One user's hold on an engine, which is made at first use and closed with its last reference.
+
+    Copies of a chat model share one reference; copying and deep-copying never duplicate weights.
+
+    Args:
+        spec: what to serve.
+        weights: keeps a model that was handed over loaded alive; None for named models.
+
+    Raises:
+        ModelNotFoundError: the model's file, folder or package is not there.
+    """
+
+    def __init__(self, spec: EngineSpec, weights: LoadedModel | None = None) -> None:
+        if spec.model.startswith(OBJECT_PREFIX):
+            weights = weights or _weights.get(spec.weights_key)
+            if weights is None:
+                raise ModelNotFoundError(
+                    f"model {spec.model!r} was handed over as an object and lives in no engine of this process any more; "
+                    "pass model= and tokenizer= again"
+                )
+        else:
+            check_source(spec.model)
+        self.spec = spec
+        self._weights = weights
+        with _lock:
+            self._entry = _entries.setdefault(spec, _Entry())
+            self._entry.references += 1
+        self._finalizer = weakref.finalize(self, _release, spec, self._entry, False)
+
+    def engine(self, progress: ProgressCallback | None = None) -> Engine:
+        """The engine, loading the model at the first call.
+
+        Raises:
+            EngineClosedError: this reference has been closed.
+            ModelNotFoundError, UnsupportedModelError: see :func:`polykv.load_model` and :class:`Engine`.
+        """
+        if not self._finalizer.alive:
+            raise EngineClosedError("this chat model has been closed; make a new one")
+        entry, spec = self._entry, self.spec
+        with entry.lock:
+            if entry.engine is None or entry.engine.closed:
+                weights = self._weights or _weights.get(spec.weights_key)
+                if weights is None:
+                    weights = LoadedModel(
+                        *load_model(
+                            spec.model,
+                            device=spec.device,
+                            dtype=spec.dtype,
+                            revision=spec.revision,
+                            trust_remote_code=spec.trust_remote_code,
+                            progress=progress,
+                        )
+                    )
+                    _weights[spec.weights_key] = weights
+                entry.weights = weights
+                entry.engine = Engine(
+                    weights.model, weights.tokenizer, max_batch=spec.max_batch, num_threads=spec.num_threads
+                )
+            return entry.engine
+
+    @property
+    def loaded(self) -> bool:
+        """Whether :meth:`engine` would return at once."""
+        return self._entry.engine is not None
+
+    def close(self) -> None:
+        """Gives the engine up; the last reference closes it. Idempotent."""
+        if self._finalizer.detach() is not None:
+            _release(self.spec, self._entry, True)
+
+    def __copy__(self) -> EngineReference:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineReference:
+        return self
+
+    def __reduce__(self) -> tuple[type[EngineReference], tuple[EngineSpec]]:
+        return EngineReference, (self.spec,)
+
+
+def _release(spec: EngineSpec, entry: _Entry, wait: bool) -> None:
+    with _lock:
+        entry.references -= 1
+        if entry.references:
+            return
+        if _entries.get(spec) is entry:
+            del _entries[spec]
+        engine, entry.engine, entry.weights = entry.engine, None, None
+    if engine is not None:
+        engine.close(wait=wait)
