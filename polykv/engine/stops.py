@@ -27,11 +27,12 @@ class StopMatcher:
         text = self._held + piece
         if not self._stops:
             return text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # of several stops the one that is complete first counts, as if the text had come letter by letter
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = self._undecided(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from polykv.errors import UnsupportedModelError
+from polykv.errors import IncompatiblePoolError, UnsupportedModelError
 from polykv.models.support import check_supported
 
 ATTENTION_NAME = "polykv"
@@ -103,6 +103,9 @@ def _check_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         cache.check_forward(model, inputs.shape[1], kwargs.get("attention_mask"))
 
 
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+
+
 class _CheckedGenerate:
     """``model.generate`` of one model object, with the ids checked against the pool first.
 
@@ -112,12 +115,20 @@ class _CheckedGenerate:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.__doc__ = type(model).generate.__doc__
-        self.__signature__ = inspect.signature(model.generate)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._model).generate.__get__(self._model))
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         cache = _pooled_cache(kwargs)
         if cache is not None:
+            refused = [name for name in _ASSISTED if kwargs.get(name) is not None]
+            if refused:
+                raise IncompatiblePoolError(
+                    f"{refused[0]} cannot be used with a pool: assisted decoding in transformers gives wrong tokens on any cache "
+                    "that is filled before generate() starts; leave it out"
+                )
             ids = inputs if inputs is not None else kwargs.get("input_ids")
             cache.check_generate(ids, kwargs.get("attention_mask"))
         return type(self._model).generate(self._model, inputs, *args, **kwargs)

@@ -64,7 +64,7 @@ class PooledCache(Cache):
     """View on a leased segment plus private tail layers; ``get_seq_length()`` counts both.
 
     It holds no dense copy of the segment. Make one for each call: it grows as the model generates. It works for
-    batches (each row its own tail), with beams, with ``prefill_chunk_size`` and with assisted decoding.
+    batches (each row its own tail), with beams and with ``prefill_chunk_size``; assisted decoding is refused.
 
     Args:
         segment: the shared context.

@@ -95,7 +95,7 @@ class TailLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` private tokens (assisted decoding).
+        """Removes the last ``-tokens_to_remove`` private tokens (a forward that is undone).
 
         Raises:
             ValueError: positive, or more tokens than the tail holds; the pool itself is never cropped.

@@ -273,6 +273,8 @@ class SharedKVPool:
             raise InvalidRequestError("this pool has no tokenizer; pass tokenizer= when you make it")
         chosen = segment or self.segment
         questions = [question] if isinstance(question, str) else list(question)
+        if not questions:
+            raise InvalidRequestError("no question was given; give at least one")
         rows = [question_ids(self.tokenizer, text) for text in questions]
         longest = max(len(row) for row in rows)
         check_length(self.model, chosen.num_tokens, longest, 0)

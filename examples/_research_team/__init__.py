@@ -1,0 +1,1 @@
+"""What the example needs besides its graph: roles, options, display, measurements, figure."""
