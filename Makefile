@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
 PIP_FLAGS ?= -qq
-BENCH ?= benchmarks/attention_memory.py
+BENCH ?= benchmarks/shared_context.py
 
 VENV := .venv
 PY := $(VENV)/bin/python

@@ -17,11 +17,14 @@ from _research_team.options import Options, fail, parse_options
 from _research_team.plot import save_figure
 from _research_team.roles import EDITOR, ROLES, Role
 from langchain_core.messages import AIMessage
+from langchain_core.runnables import Runnable
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Send
 
 from polykv.errors import PolyKVError
 from polykv_agents import ChatPolyKV
+
+REPORT_TOKENS = 128
 
 
 class Team(TypedDict, total=False):
@@ -42,8 +45,8 @@ def build_graph(llm: ChatPolyKV, reader: ChatPolyKV) -> Any:
 
     def editor(team: Team) -> Team:
         # The report is made of the answers alone, so `llm` will do: it is not bound to the document.
-        notes = [f"{name}: {message.text}" for name, message in team["answers"].items()]
-        return {"report": ask(llm, EDITOR, "\n".join([EDITOR.question, *notes]))}
+        notes = "\n".join(f"- {answer.text}" for answer in team["answers"].values())
+        return {"report": ask(llm.bind(max_tokens=REPORT_TOKENS), EDITOR, f"{EDITOR.question}\n\n{notes}")}
 
     graph = StateGraph(Team)
     graph.add_node("analyst", analyst)
@@ -54,7 +57,7 @@ def build_graph(llm: ChatPolyKV, reader: ChatPolyKV) -> Any:
     return graph.compile()
 
 
-def ask(model: ChatPolyKV, role: Role, question: str) -> AIMessage:
+def ask(model: Runnable, role: Role, question: str) -> AIMessage:
     """One call; the metadata tells the live display whose tokens it sees."""
     messages = [("system", role.instructions), ("human", question)]
     return model.invoke(messages, config={"metadata": {"agent": role.name}})
@@ -83,22 +86,21 @@ def run(options: Options, display: Display) -> None:
     roles = ROLES[: options.agents]
     llm = ChatPolyKV(model=options.model, codec=options.codec, temperature=0, max_tokens=options.max_tokens)
     try:
+        display.note(f"Loading {options.model}")
         with display.progress() as progress:
             llm.load(progress=progress)
             watch = Stopwatch()
             context = llm.share(options.text, progress=progress)
             watch.mark_built()
-        display.note(
-            f"{options.document.name}: {context.num_tokens:,} tokens for {len(roles)} agents to read"
-        )
+        display.note(f"{options.document.name}: {context.num_tokens:,} tokens for {len(roles)} agents to read")
         with context:
             team = run_graph(build_graph(llm, llm.with_context(context)), roles, watch, display)
             results = Measurements.collect(llm, context, watch, team["answers"])
     finally:
         llm.close()
     for role in roles:
-        display.answer(role, team["answers"][role.name].text)
-    display.answer(EDITOR, team["report"].text)
+        display.answer(role, team["answers"][role.name])
+    display.answer(EDITOR, team["report"])
     display.table("This run", results.rows())
     save_figure(results, options.out)
     display.note(f"Figure: {options.out}")

@@ -50,7 +50,9 @@ def compress(
         UnsupportedModelError: the model cannot be served.
     """
     if not isinstance(document, str):
-        raise InvalidRequestError(f"document must be one string, got {type(document).__name__}; join several texts first")
+        raise InvalidRequestError(
+            f"document must be one string, got {type(document).__name__}; join several texts first"
+        )
     if not document.strip():
         raise InvalidRequestError("the document is empty or white space only; give a text")
     ids: list[int] = tokenizer.encode(document)

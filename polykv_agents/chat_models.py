@@ -134,7 +134,7 @@ class ChatPolyKV(BaseChatModel):
             model, weights = register_object(model, tokenizer)
         elif tokenizer is not None:
             raise InvalidRequestError(f"tokenizer= goes with a loaded model, but model is the name {model!r}")
-        super().__init__(model=model, **kwargs)
+        super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         get_codec(self.codec)
         self._sampling({}, None)
         spec = EngineSpec(
@@ -439,6 +439,3 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     if failure:
         raise failure[0]
     return outcome[0]
-
-
-

@@ -7,7 +7,7 @@ turn, agents share three tokens. So a shared text goes to the head of the system
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -106,9 +106,7 @@ def shared_turns(context: SharedInput) -> list[Turn]:
         turns = [{"role": "system", "content": _join_texts([i for i in context if isinstance(i, (str, Document))])}]
     else:
         kinds = sorted({type(item).__name__ for item in context})
-        raise InvalidRequestError(
-            f"cannot share a list of {', '.join(kinds)}; give strings and documents, or messages"
-        )
+        raise InvalidRequestError(f"cannot share a list of {', '.join(kinds)}; give strings and documents, or messages")
     if not any(turn["content"].strip() for turn in turns):
         raise InvalidRequestError("the shared context is empty or white space only; give a text")
     return turns
@@ -193,12 +191,15 @@ class Renderer:
             InvalidRequestError: the template puts something different first in every prompt.
         """
         continuations: list[list[Turn]] = [
-            [{"role": role, "content": probe}, *([] if role == "user" else [{"role": "user", "content": "x"}])]
+            [
+                {"role": role, "content": probe},
+                *([] if role == "user" else [{"role": "user", "content": "x"}]),
+            ]
             for probe in _PROBES
             for role in ("system", "user")
         ]
         prompts = [self.ids([*turns, *continuation]) for continuation in continuations]
-        shared: list[int] = commonprefix(prompts)  # type: ignore[type-var]
+        shared = [column[0] for column in takewhile(lambda c: len(set(c)) == 1, zip(*prompts, strict=False))]
         text = self._tokenizer.decode(shared, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         head = turns[0]["content"].strip()[:20]
         if not shared or head not in text:

@@ -20,9 +20,7 @@ def usage_metadata(completion: Completion) -> UsageMetadata:
     )
 
 
-def response_metadata(
-    completion: Completion, model_name: str, shared_context: dict[str, Any] | None
-) -> dict[str, Any]:
+def response_metadata(completion: Completion, model_name: str, shared_context: dict[str, Any] | None) -> dict[str, Any]:
     """Model, finish reason, seconds, private bytes, and which shared context was read.
 
     ``timing`` holds ``queue_s``, ``ttft_s`` (both from submission), ``total_s`` and ``tokens_per_s`` after the first token.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,8 +50,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def real_model() -> Iterator[tuple[Any, Any]]:
+def real_model() -> tuple[Any, Any]:
     """``(model, tokenizer)`` of SmolLM2-135M-Instruct in float32."""
     from polykv import load_model
 
-    yield load_model("smollm2-135m")
+    return load_model("smollm2-135m")

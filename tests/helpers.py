@@ -125,7 +125,11 @@ def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """``transformers.generate`` with its own cache: the oracle for generated tokens."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, cache=DynamicCache()
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        cache=DynamicCache(),
     )
     return out[0, ids.shape[1] :].tolist()
 
@@ -147,7 +151,9 @@ def assert_same_tokens(model: Any, prompt: Sequence[int], got: Sequence[int], wa
         ids = torch.tensor([[*prompt, *want[:step]]])
         top = model(ids, logits_to_keep=1).logits[0, -1].topk(2).values
     margin = float(top[0] - top[1])
-    assert margin < TIE_MARGIN, f"step {step}: got {got[step : step + 3]}, want {want[step : step + 3]}, margin {margin:.4g}"
+    assert margin < TIE_MARGIN, (
+        f"step {step}: got {got[step : step + 3]}, want {want[step : step + 3]}, margin {margin:.4g}"
+    )
 
 
 def decoded_cache(segment: KVSegment) -> DynamicCache:
@@ -162,6 +168,8 @@ def decoded_cache(segment: KVSegment) -> DynamicCache:
         keys, values = ops.decode(layer)
         padding = (0, 0, layer.start, 0)
         cache.update(
-            torch.nn.functional.pad(keys, padding)[None], torch.nn.functional.pad(values, padding)[None], index
+            torch.nn.functional.pad(keys, padding)[None],
+            torch.nn.functional.pad(values, padding)[None],
+            index,
         )
     return cache

@@ -1,12 +1,14 @@
 """Live progress in a terminal; plain lines elsewhere."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -25,20 +27,26 @@ class Display(Protocol):
     def progress(self) -> AbstractContextManager[Report]: ...
     def writing(self, names: list[str]) -> AbstractContextManager[None]: ...
     def token(self, name: str, chunk: AIMessageChunk) -> None: ...
-    def answer(self, role: Role, text: str) -> None: ...
+    def answer(self, role: Role, message: AIMessage) -> None: ...
     def table(self, title: str, rows: Rows) -> None: ...
 
 
 def open_display() -> Display:
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would fill the screen
     for stream in (sys.stdout, sys.stderr):
         # an answer may hold characters that the terminal's encoding lacks
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        stream.reconfigure(errors="replace")
     return RichDisplay() if sys.stdout.isatty() else PlainDisplay()
 
 
 def printable(text: str) -> str:
     """Without control characters: a model may write anything."""
     return "".join(c for c in text if c.isprintable() or c == "\n").strip()
+
+
+def answer_text(message: AIMessage) -> str:
+    cut = message.response_metadata["finish_reason"] == "length"
+    return printable(message.text) + (" …" if cut else "")
 
 
 @dataclass
@@ -50,8 +58,8 @@ class Writer:
     done: bool = False
 
     def add(self, chunk: AIMessageChunk) -> None:
-        self.text += str(chunk.content)
-        self.tokens += bool(chunk.content)
+        self.text += chunk.text
+        self.tokens += bool(chunk.text)
         if chunk.usage_metadata:  # the last chunk counts exactly
             self.tokens, self.done = chunk.usage_metadata["output_tokens"], True
 
@@ -93,8 +101,8 @@ class PlainDisplay:
         if writer.state != before:
             self.note(f"{name}: {'first token' if not writer.done else f'done, {writer.tokens} tokens'}")
 
-    def answer(self, role: Role, text: str) -> None:
-        self.note(f"\n[{role.name}] {role.question}\n{printable(text)}")
+    def answer(self, role: Role, message: AIMessage) -> None:
+        self.note(f"\n[{role.name}] {role.question}\n{answer_text(message)}")
 
     def table(self, title: str, rows: Rows) -> None:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -147,12 +155,12 @@ class RichDisplay:
     def token(self, name: str, chunk: AIMessageChunk) -> None:
         self._writers[name].add(chunk)
 
-    def answer(self, role: Role, text: str) -> None:
-        body = Text.assemble((role.question, "italic dim"), "\n", printable(text))
+    def answer(self, role: Role, message: AIMessage) -> None:
+        body = Text.assemble((role.question, "italic dim"), "\n", answer_text(message))
         self._console.print(Panel(body, title=role.name, title_align="left"))
 
     def table(self, title: str, rows: Rows) -> None:
-        table = Table(title=title, title_justify="left", show_header=False)
+        table = Table(title=title, title_justify="left", show_header=False, box=SIMPLE)
         table.add_column(style="bold")
         table.add_column(justify="right", no_wrap=True)
         table.add_column(style="dim")

@@ -51,7 +51,7 @@ class Stopwatch:
     def token(self, name: str, chunk: AIMessageChunk) -> None:
         span = self.spans[name]
         span.finished = self.now()
-        if chunk.content and span.first_token is None:
+        if chunk.text and span.first_token is None:
             span.first_token = span.finished
 
 
@@ -137,20 +137,19 @@ class Measurements:
 
     def _memory_rows(self) -> Rows:
         ratio = self.float16_bytes / self.pool_bytes
-        tails = f"allocated: prompts and answers of {self.agents}, {self.dtype}"
         rows = [
             (
                 "Shared pool",
                 mb(self.pool_bytes),
-                f"allocated: {self.context_tokens:,} tokens as {self.codec}",
+                f"{self.context_tokens:,} tokens as {self.codec}, allocated",
             ),
-            ("Compression", f"{ratio:.2f}x", f"against {mb(self.float16_bytes)} in float16, scales included"),
-            ("Private tails", mb(self.tail_bytes), tails),
-            ("Pool + tails", mb(self.kv_bytes), "all keys and values that the analysts needed"),
-            ("Peak of the build", mb(self.peak_build_bytes), "dense cache and pool, freed layer by layer"),
+            ("Compression", f"{ratio:.2f}x", f"against float16 ({mb(self.float16_bytes)})"),
+            ("Private tails", mb(self.tail_bytes), f"{self.agents} prompts and answers, allocated"),
+            ("Pool + tails", mb(self.kv_bytes), "all keys and values in use"),
+            ("Peak of the build", mb(self.peak_build_bytes), "dense cache and pool together"),
         ]
         for other in self.alternatives():
-            remark = f"computed, with the same tails: {other.total / self.kv_bytes:.1f}x pool + tails"
+            remark = f"{other.total / self.kv_bytes:.1f}x pool + tails (computed)"
             rows.append((other.label, mb(other.total), remark))
         return rows
 
@@ -159,21 +158,16 @@ class Measurements:
         seconds = max(span.end for span in spans) - min(span.started for span in spans)
         first, *others = sorted(span.ttft for span in spans)
         rows = [
-            (
-                "Cached tokens per agent",
-                spread(self.cached_tokens),
-                "read from the pool, not prefilled again",
-            ),
+            ("Cached tokens per agent", spread(self.cached_tokens), "read from the pool"),
             ("Own tokens per agent", spread(self.prompt_tokens), "role and question, prefilled"),
             ("Shared build", f"{self.built:.2f} s", "prefill and encode, once"),
             ("First token, first agent", f"{self.built + first:.2f} s", "cold: the build included"),
         ]
         if others:
-            remark = f"median; slowest {others[-1]:.2f} s; all analysts start at once"
+            remark = f"median; slowest {others[-1]:.2f} s"
             rows.append(("First token, other agents", f"{statistics.median(others):.2f} s", remark))
         tokens = sum(self.output_tokens)
-        remark = f"{tokens} tokens of all analysts, their own prefill included"
-        rows.append(("Throughput", f"{tokens / seconds:.1f} tokens/s", remark))
+        rows.append(("Throughput", f"{tokens / seconds:.1f} tokens/s", f"{tokens} tokens, own prefill included"))
         return rows
 
 

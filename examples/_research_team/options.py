@@ -37,9 +37,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_options(max_agents: int) -> Options:
     parser = _Parser(description="A LangGraph team reads one document through one compressed KV cache.")
     parser.add_argument("--agents", type=int, default=6, metavar="N", help=f"1 to {max_agents} (default: 6)")
-    parser.add_argument(
-        "--model", default="smollm2-135m", metavar="ID|DIR|FILE.gguf", help="default: smollm2-135m"
-    )
+    parser.add_argument("--model", default="smollm2-135m", metavar="ID|DIR|FILE.gguf", help="default: smollm2-135m")
     parser.add_argument("--document", type=Path, default=DEFAULT_DOCUMENT, metavar="FILE", help="UTF-8 text")
     parser.add_argument("--codec", default=DEFAULT_CODEC, metavar="NAME", help=f"default: {DEFAULT_CODEC}")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="per answer (default: 64)")

@@ -41,9 +41,7 @@ def _memory(figure: SubFigure, results: Measurements) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.set_title("Memory of keys and values", loc="left")
     axes.set_xlabel("MB (10⁶ bytes)")
-    _finish(
-        figure, axes, [(POOL, "compressed context"), (DENSE, "uncompressed context"), (TAIL, "private tails")]
-    )
+    _finish(figure, axes, [(POOL, "compressed context"), (DENSE, "uncompressed context"), (TAIL, "private tails")])
 
 
 def _time(figure: SubFigure, results: Measurements) -> None:

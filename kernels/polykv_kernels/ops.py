@@ -95,7 +95,9 @@ def masked_attention(
         TypeError: q is not floating point, or the mask not boolean.
     """
     if q.ndim != 4 or keys.shape != values.shape or keys.shape[0] != q.shape[0]:
-        raise ValueError(f"shapes do not fit: q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}")
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
+        )
     _check_query(q, keys.shape[1], keys.shape[3])
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}")

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from polykv_kernels import EncodedKV, ops
 from torch import Tensor
 
 from polykv.errors import UnsupportedModelError
+from polykv_kernels import EncodedKV, ops
 
 
 class Codec(ABC):
@@ -47,7 +47,7 @@ class Codec(ABC):
         """Bytes allocated, padding and scales included."""
         return encoded.nbytes
 
-    def check_head_dim(self, head_dim: int) -> None:
+    def check_head_dim(self, head_dim: int) -> None:  # noqa: B027  (a codec without limits has nothing to refuse)
         """Refuses a head dim before any prefill is spent on it.
 
         Raises:

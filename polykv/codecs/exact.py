@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from polykv_kernels import EncodedKV
-from polykv_kernels.reference import dense_segment
 from torch import Tensor
 
 from polykv.codecs.base import Codec
+from polykv_kernels import EncodedKV
+from polykv_kernels.reference import dense_segment
 
 
 class ExactCodec(Codec):

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from polykv_kernels import DenseKV, EncodedKV, ops
-from polykv_kernels.reference import dense_segment
 from torch import Tensor
 
 from polykv.codecs.base import PackedCodec
+from polykv_kernels import DenseKV, EncodedKV, ops
+from polykv_kernels.reference import dense_segment
 
 SIGN_SEED = 20260424
 """Seed of the value signs. Part of the stored format: changing it orphans every stored pool."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from polykv_kernels import EncodedKV, ops
 from torch import Tensor
 
 from polykv.codecs.base import PackedCodec
+from polykv_kernels import EncodedKV, ops
 
 
 class PaperCodec(PackedCodec):
@@ -29,6 +29,4 @@ class PaperCodec(PackedCodec):
         heads, tokens, head_dim = keys.shape
         packed_keys = ops.encode_keys_int8(keys, per_tensor=True)
         packed_values = ops.encode_values_lloyd3(values, sign_seed=None, least_squares=False)
-        return EncodedKV(
-            int(positions[0]), tokens, heads, head_dim, keys.dtype, None, packed_keys, packed_values
-        )
+        return EncodedKV(int(positions[0]), tokens, heads, head_dim, keys.dtype, None, packed_keys, packed_values)

@@ -23,7 +23,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._stream = DecodeStream(skip_special_tokens=True) if self._backend is not None else None
         self._ids: list[int] = []
         self._text = ""

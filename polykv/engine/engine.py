@@ -105,7 +105,11 @@ class Engine:
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         num_threads: int | None = None,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("token_budget", token_budget), ("num_threads", num_threads)):
+        for name, value in (
+            ("max_batch", max_batch),
+            ("token_budget", token_budget),
+            ("num_threads", num_threads),
+        ):
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}")
         self.model = model
@@ -324,7 +328,7 @@ class Engine:
             with self._lock:
                 if job in self._builds:
                     self._builds.remove(job)
-            if event[0] == "done" and job.cancelled:
+            if job.cancelled and isinstance(event[1], KVSegment):
                 self.pool.release(event[1])
         job.events.put(event)
 
@@ -426,5 +430,3 @@ def _close_all() -> None:
     for engine in list(_engines):
         if engine._pid == os.getpid():
             engine.close()
-
-

@@ -6,13 +6,14 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from polykv_kernels import ops
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from polykv.engine.scheduler import Work
 from polykv.models.attention import VIEW_KEY, model_lock, no_mask
+from polykv.models.support import embedding_weight
 from polykv.pool.segment import KVSegment
+from polykv_kernels import ops
 
 
 class _BatchLayerView:
@@ -26,10 +27,9 @@ class _BatchLayerView:
         """See :meth:`LayerView.attend`."""
         cache, layer = self._cache, self._layer_idx
         q = query[0].transpose(0, 1).contiguous()  # [total, Hq, D]
-        tails = [work.sequence.tails[layer] for work in cache.batch]
-        out, lse = ops.ragged_attention(
-            q, [t.keys[0] for t in tails], [t.values[0] for t in tails], cache.row_counts, scale, window=window
-        )
+        held = [work.sequence.tails[layer].held() for work in cache.batch]
+        keys, values = [k[0] for k, _ in held], [v[0] for _, v in held]
+        out, lse = ops.ragged_attention(q, keys, values, cache.row_counts, scale, window=window)
         for segment, rows in cache.readers:
             # each segment is one pass for all of its readers; rows of other requests are left out
             picked = slice(None) if rows is None else rows
@@ -96,7 +96,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.device = model.get_input_embeddings().weight.device
+        self.device = embedding_weight(model).device
 
     def forward(self, batch: Seq[Work]) -> Tensor:
         """Computes the batch's rows; their keys and values go into the tails.

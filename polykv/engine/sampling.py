@@ -6,7 +6,7 @@ import secrets
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from polykv.engine.request import SamplingParams
 from polykv.errors import NonFiniteLogitsError
@@ -20,7 +20,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self._warpers = []
+        self._warpers: list[LogitsProcessor] = []
         self._generator: torch.Generator | None = None
         if params.temperature > 0:
             self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
@@ -48,5 +48,5 @@ class Sampler:
             return int(logits.argmax())
         row = logits.detach().to("cpu", torch.float32)[None]
         for warper in self._warpers:
-            row = warper(None, row)
+            row = warper(None, row)  # these two read no ids
         return int(torch.multinomial(row.softmax(dim=-1), 1, generator=self._generator))

@@ -27,7 +27,12 @@ class Sequence:
     """
 
     def __init__(
-        self, handle: RequestHandle, lease: Lease | None, num_layers: int, tokenizer: object, eos_ids: frozenset[int]
+        self,
+        handle: RequestHandle,
+        lease: Lease | None,
+        num_layers: int,
+        tokenizer: object,
+        eos_ids: frozenset[int],
     ) -> None:
         request = handle.request
         self.handle = handle
@@ -145,5 +150,3 @@ class Scheduler:
                 batch.append(Work(sequence, rows))
                 budget -= rows
         return batch
-
-

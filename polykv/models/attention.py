@@ -118,7 +118,7 @@ class _CheckedGenerate:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self._model).generate.__get__(self._model))
+        return inspect.signature(type(self._model).generate.__get__(self._model))  # type: ignore[attr-defined]
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         cache = _pooled_cache(kwargs)
@@ -131,7 +131,8 @@ class _CheckedGenerate:
                 )
             ids = inputs if inputs is not None else kwargs.get("input_ids")
             cache.check_generate(ids, kwargs.get("attention_mask"))
-        return type(self._model).generate(self._model, inputs, *args, **kwargs)
+        generate: Any = type(self._model).generate  # type: ignore[attr-defined]
+        return generate(self._model, inputs, *args, **kwargs)
 
 
 def attach(model: PreTrainedModel) -> None:

@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from polykv_kernels import ops
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -14,6 +13,7 @@ from polykv.errors import IncompatiblePoolError
 from polykv.models.attention import ATTENTION_NAME, VIEW_KEY
 from polykv.models.identity import identity_of
 from polykv.models.tail import TailLayer
+from polykv_kernels import ops
 
 if TYPE_CHECKING:
     from polykv.pool.lease import Lease
@@ -34,7 +34,7 @@ class _PooledLayerView:
         cache._unread_layer = None
         batch, num_heads, rows, head_dim = query.shape
         encoded = cache.segment.layers[self._layer_idx]
-        tail = cache.layers[self._layer_idx]
+        tail = cache.tails[self._layer_idx]
         if self._positions is not None:
             positions = self._positions.expand(batch, rows).reshape(-1)
         else:
@@ -54,7 +54,7 @@ class _PooledLayerView:
             raise IncompatiblePoolError(
                 f"{rows} rows reached a pool without an attention mask; was the mask function of {ATTENTION_NAME!r} replaced?"
             )
-        tail_out, tail_lse = ops.masked_attention(query, tail.keys, tail.values, scale, mask)
+        tail_out, tail_lse = ops.masked_attention(query, *tail.held(), scale, mask)
         tail_state = (tail_out.transpose(1, 2), tail_lse.transpose(1, 2))
         pool_state = (pool_out.view(batch, rows, num_heads, head_dim), pool_lse.view(batch, rows, num_heads))
         return ops.merge_attention_states(pool_state, tail_state)[0]
@@ -72,7 +72,8 @@ class PooledCache(Cache):
     """
 
     def __init__(self, segment: KVSegment, lease: Lease) -> None:
-        super().__init__(layers=[TailLayer(segment.num_tokens) for _ in segment.layers])
+        self.tails = [TailLayer(segment.num_tokens) for _ in segment.layers]
+        super().__init__(layers=list(self.tails))
         self.segment = segment
         self._lease = lease
         self._unread_layer: int | None = None
@@ -104,21 +105,21 @@ class PooledCache(Cache):
                 f"layer {layer_idx} of this model has {shape[0]} KV heads of {shape[1]} elements, which the pool of "
                 f"{self.segment.model.name!r} does not match; use the model the pool was built with"
             )
-        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        keys, values = self.tails[layer_idx].update(key_states, value_states)
         self._unread_layer = layer_idx
         kwargs[VIEW_KEY] = _PooledLayerView(self, layer_idx, kwargs.get("position_ids"))
         return keys, values
 
     def release(self) -> None:
         """Drops the private tails and gives the lease back. Idempotent."""
-        for layer in self.layers:
-            layer.reset()
+        for tail in self.tails:
+            tail.reset()
         self._lease.release()
 
     @property
     def tail_nbytes(self) -> int:
         """Bytes allocated for the private tails."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, TailLayer))
+        return sum(tail.nbytes for tail in self.tails)
 
     def check_forward(self, model: PreTrainedModel, input_length: int, mask: Tensor | None) -> None:
         """Refuses a model or a mask that does not belong to this cache; called before every forward.

@@ -136,9 +136,20 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
         folder = root / f"{path.stem}-{remembered[:12]}-v{CONVERSION_VERSION}"
         if remembered and (folder / "config.json").is_file() and expected_sha256 in (None, remembered):
             return folder
-        units = {"verify": stat.st_size, "tokenizer": stat.st_size // 2, "weights": 2 * stat.st_size, "save": stat.st_size}
+        units = {
+            "verify": stat.st_size,
+            "tokenizer": stat.st_size // 2,
+            "weights": 2 * stat.st_size,
+            "save": stat.st_size,
+        }
         total = sum(units.values())
-        bar = tqdm(total=total, desc=f"Converting {path.name}", unit="B", unit_scale=True, disable=progress is not None)
+        bar = tqdm(
+            total=total,
+            desc=f"Converting {path.name}",
+            unit="B",
+            unit_scale=True,
+            disable=progress is not None,
+        )
         done = 0
 
         def advance(phase: str, amount: int) -> None:
@@ -213,7 +224,9 @@ def load_model(
         ValueError: an unknown dtype.
     """
     check_source(model)
-    target = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = (
+        torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if isinstance(dtype, str):
         resolved = getattr(torch, dtype, None)
         if not isinstance(resolved, torch.dtype):
@@ -238,4 +251,5 @@ def load_model(
             f"cannot load model {model!r}: {str(error).splitlines()[0]} Give a folder, a .gguf file, a hub id that can be "
             f"reached, or one of the packaged models ({', '.join(PACKAGED_MODELS)})."
         ) from error
-    return loaded.to(target).eval(), tokenizer
+    model_on_device: Any = loaded.to(target)  # type: ignore[arg-type]
+    return model_on_device.eval(), tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -37,6 +38,13 @@ def head_dim(config: PreTrainedConfig) -> int:
 def num_kv_heads(config: PreTrainedConfig) -> int:
     """KV heads of one layer."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def embedding_weight(model: PreTrainedModel) -> Tensor:
+    """The input embedding ``[V, hidden]``: its device is where ids must go, its rows are the vocabulary."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def max_positions(config: PreTrainedConfig) -> int:

@@ -36,7 +36,9 @@ class TailLayer(CacheLayerMixin):
         self._value_buffer = torch.empty_like(value_states, memory_format=torch.contiguous_format)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Appends ``[B, Hkv, t, D]`` keys and values and returns all that are held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -46,6 +48,10 @@ class TailLayer(CacheLayerMixin):
         self._key_buffer[:, :, self.length : end] = key_states
         self._value_buffer[:, :, self.length : end] = value_states
         self._set_length(end)
+        return self.held()
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, Hkv, T, D]`` of the tokens held; after the first update only."""
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
@@ -114,7 +120,7 @@ class TailLayer(CacheLayerMixin):
             self._value_buffer = self._value_buffer.index_select(0, indices.to(self._value_buffer.device))
             self._set_length(self.length)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Permutes the batch (beam search)."""
         self._take(beam_idx)
 

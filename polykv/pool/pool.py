@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from polykv.codecs import DEFAULT_CODEC, Codec, get_codec
-from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError
+from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError, PromptTooLongError
 from polykv.models.attention import attach
 from polykv.models.cache import PooledCache
 from polykv.models.identity import ModelIdentity, identity_of, segment_identity
 from polykv.models.loading import ProgressCallback
+from polykv.models.support import embedding_weight, max_positions
 from polykv.pool.lease import Lease
 from polykv.pool.segment import KVSegment, build_segment, check_context
 
@@ -74,7 +75,9 @@ class SharedKVPool:
         UnknownCodecError: no such codec.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any | None = None, codec: str | Codec = DEFAULT_CODEC) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any | None = None, codec: str | Codec = DEFAULT_CODEC
+    ) -> None:
         self.codec = get_codec(codec)
         attach(model)
         self.model = model
@@ -118,7 +121,11 @@ class SharedKVPool:
     # ------------------------------------------------------------------------------------------ building
 
     def build(
-        self, token_ids: Sequence[int], codec: str | Codec | None = None, *, progress: ProgressCallback | None = None
+        self,
+        token_ids: Sequence[int],
+        codec: str | Codec | None = None,
+        *,
+        progress: ProgressCallback | None = None,
     ) -> KVSegment:
         """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle."""
         steps = self.build_steps(token_ids, codec)
@@ -280,7 +287,7 @@ class SharedKVPool:
         check_length(self.model, chosen.num_tokens, longest, 0)
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else 0
-        device = self.model.get_input_embeddings().weight.device
+        device = embedding_weight(self.model).device
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
         mask = torch.ones((len(rows), chosen.num_tokens + longest), dtype=torch.long, device=device)
         for index, row in enumerate(rows):
@@ -370,9 +377,6 @@ def check_length(model: PreTrainedModel, context: int, prompt: int, answer: int)
     Raises:
         PromptTooLongError: names the counts, the limit and the remedy.
     """
-    from polykv.errors import PromptTooLongError
-    from polykv.models.support import max_positions
-
     limit, total = max_positions(model.config), context + prompt + answer
     if total > limit:
         raise PromptTooLongError(

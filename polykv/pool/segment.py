@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from polykv_kernels import EncodedKV
-from polykv_kernels.layouts import tensor_bytes
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -16,7 +15,9 @@ from polykv.codecs import Codec
 from polykv.errors import InvalidRequestError, PolyKVError, PromptTooLongError
 from polykv.models.attention import model_lock
 from polykv.models.identity import ModelIdentity, segment_identity
-from polykv.models.support import head_dim, layer_windows, max_positions
+from polykv.models.support import embedding_weight, head_dim, layer_windows, max_positions
+from polykv_kernels import EncodedKV
+from polykv_kernels.layouts import tensor_bytes
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens prefilled at a time: bounds the attention scores to ``[chunk, context]`` instead of ``[context, context]``."""
@@ -95,7 +96,7 @@ def check_context(model: PreTrainedModel, token_ids: Sequence[int], codec: Codec
             f"the context has {len(token_ids)} tokens, but the model has {limit} positions and needs some for the "
             f"question; shorten the context by at least {len(token_ids) - limit + 1} tokens"
         )
-    low, high, vocabulary = min(token_ids), max(token_ids), model.get_input_embeddings().weight.shape[0]
+    low, high, vocabulary = min(token_ids), max(token_ids), embedding_weight(model).shape[0]
     if low < 0 or high >= vocabulary:
         raise InvalidRequestError(
             f"token ids must lie in [0, {vocabulary}), got {low if low < 0 else high}; was another tokenizer used?"
@@ -136,7 +137,7 @@ def build_segment(
     check_context(model, token_ids, codec)
     started = time.perf_counter()
     ids = torch.tensor(list(token_ids), dtype=torch.int32)
-    device = model.get_input_embeddings().weight.device
+    device = embedding_weight(model).device
     # without a config: with one, sliding layers would keep only their window, chunk by chunk
     cache = DynamicCache()
     was_training = model.training
@@ -151,9 +152,10 @@ def build_segment(
         prefilled = time.perf_counter()
         windows = layer_windows(model.config)
         layers: list[EncodedKV] = []
-        dense = sum(tensor_bytes(layer.keys, layer.values) for layer in cache.layers)
+        dense_layers: list[Any] = list(cache.layers)
+        dense = sum(tensor_bytes(layer.keys, layer.values) for layer in dense_layers)
         peak = dense
-        for index, (layer, window) in enumerate(zip(cache.layers, windows, strict=True)):
+        for index, (layer, window) in enumerate(zip(dense_layers, windows, strict=True)):
             # a token after the segment sees keys at positions > query - window, so window - 1 of the segment's
             start = 0 if window is None else max(0, len(ids) - (window - 1))
             with torch.no_grad():

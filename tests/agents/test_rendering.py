@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ PROPERTY = settings(max_examples=EXAMPLES, deadline=None, database=None, derando
 
 LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-DATED_LLAMA3 = LLAMA3.replace("{{ bos_token }}", "{{ bos_token }}Today Date: {{ strftime_now('%d %b %Y') }}\n\n")
+DATED_LLAMA3 = LLAMA3.replace("{{ bos_token }}", "{{ bos_token }}Today: {{ strftime_now('%d %b %Y') }}\n\n")
 GEMMA_BODY = (
     "{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -47,8 +49,8 @@ GEMMA_BODY = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + GEMMA_BODY
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}" + GEMMA_BODY
 )
 GEMMA_SILENT = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + GEMMA_BODY
@@ -58,15 +60,15 @@ MISTRAL = (  # v0.1: the system message belongs to the first user turn
     "{% if messages[0]['role'] == 'system' %}{% set ns.system = messages[0]['content'] + '\n\n' %}"
     "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}{% endif %}"
-    "{% if message['role'] == 'user' %}"
+    "{{ raise_exception('After the optional system message, roles must alternate user/assistant') }}"
+    "{% endif %}{% if message['role'] == 'user' %}"
     "{{ '[INST] ' + (ns.system if loop.first else '') + message['content'] + '[/INST]' }}"
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL_LAST = MISTRAL.replace("loop.first", "loop.last")  # v0.3: to the last user turn
 QWEN = (  # puts a system message of its own where there is none
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
-    + CHATML
+    "{% if messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}" + CHATML
 )
 TRIMMING = CHATML.replace("message['content']", "message['content'] | trim")
 
@@ -83,15 +85,15 @@ SHARING = {  # name: (template, whether it trims contents)
 NOT_SHARING = {
     "clock-first": "{{ strftime_now('%H:%M:%S.%f') }}\n" + CHATML,
     "question-first": "{{ messages[-1]['content'] }}\n" + CHATML,
-    "length-first": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m['content'] | length %}"
-    "{% endfor %}{{ ns.n }} characters\n" + CHATML,
+    "length-first": "{{ messages | map(attribute='content') | join | length }} characters\n" + CHATML,
 }
 
 # --------------------------------------------------------------------------------------------- tokenizers
 
-CORPUS = ["the bond.\n\nthe court:\n\n\n  of 1500 men...\n\tassistant system user said.\n\nYou are\n\n\n\nthe end. \n"] * 8
+CORPUS = "the bond.\n\nthe court:\n\n\n  of 1500 men...\n\tassistant user said.\n\nYou are\n\n\n\nthe end. \n"
 CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -105,7 +107,7 @@ def tokenizer_of(pre_tokenizer: Any, *, with_bos_processor: bool = False) -> Any
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator([CORPUS] * 8, trainer)
     if with_bos_processor:
         backend.post_processor = TemplateProcessing(
             single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
@@ -140,6 +142,14 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def turns_of(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [turn(*pair) for pair in pairs]
+
+
+def xfails(reason: str, **condition: Any) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, reason=reason, **condition)
 
 
 # ----------------------------------------------------------------------------------------------- messages
@@ -198,7 +208,10 @@ def test_role_of_a_message(message: BaseMessage, role: str) -> None:
         (ToolMessage("42", tool_call_id="1"), "'tool'"),
         (ChatMessage("x", role="critic"), "'chat'"),
         (AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}]), "tool calls"),
-        (AIMessage("", invalid_tool_calls=[{"name": "f", "args": "{", "id": "1", "error": None}]), "tool calls"),
+        (
+            AIMessage("", invalid_tool_calls=[{"name": "f", "args": "{", "id": "1", "error": None}]),
+            "tool calls",
+        ),
     ],
 )
 def test_messages_that_are_not_supported_are_refused(message: BaseMessage, named: str) -> None:
@@ -214,19 +227,19 @@ ROLES = st.sampled_from(["system", "user", "assistant"])
 @PROPERTY
 @given(st.lists(st.tuples(ROLES, st.text(max_size=5)), max_size=8))
 def test_merged_turns_alternate_and_lose_nothing(pairs: list[tuple[str, str]]) -> None:
-    turns = [turn(*pair) for pair in pairs]
+    turns = turns_of(*pairs)
     before = [dict(t) for t in turns]
     merged = merge_turns(turns)
     assert turns == before, "the caller's turns were changed"
     roles = [t["role"] for t in merged]
-    assert all(a != b for a, b in zip(roles, roles[1:], strict=False))
+    assert all(a != b for a, b in pairwise(roles))
     assert "system" not in roles[1:]
     assert SEPARATOR.join(t["content"] for t in merged) == SEPARATOR.join(content for _, content in pairs)
     assert merge_turns(merged) == merged
 
 
 def test_a_late_system_message_heads_the_user_turn_after_it() -> None:
-    turns = [turn("system", "a"), turn("user", "b"), turn("assistant", "c"), turn("system", "d"), turn("user", "e")]
+    turns = turns_of(("system", "a"), ("user", "b"), ("assistant", "c"), ("system", "d"), ("user", "e"))
     assert merge_turns(turns) == [*turns[:3], turn("user", "d\n\ne")]
 
 
@@ -239,11 +252,18 @@ def test_a_late_system_message_heads_the_user_turn_after_it() -> None:
         (["one", "two"], [turn("system", "[Document 1]\none\n\n[Document 2]\ntwo")]),
         ([Document("one", metadata={"title": "T"})], [turn("system", "one")]),
         (
-            [Document("one", metadata={"title": "T"}), Document("two", metadata={"source": "s.txt"}), "three"],
+            [
+                Document("one", metadata={"title": "T"}),
+                Document("two", metadata={"source": "s.txt"}),
+                "three",
+            ],
             [turn("system", "[Document 1: T]\none\n\n[Document 2: s.txt]\ntwo\n\n[Document 3]\nthree")],
         ),
         ([SystemMessage("s"), HumanMessage("h")], [turn("system", "s"), turn("user", "h")]),
-        ([HumanMessage("h"), HumanMessage("i"), AIMessage("a")], [turn("user", "h\n\ni"), turn("assistant", "a")]),
+        (
+            [HumanMessage("h"), HumanMessage("i"), AIMessage("a")],
+            [turn("user", "h\n\ni"), turn("assistant", "a")],
+        ),
     ],
 )
 def test_turns_of_a_shared_context(context: Any, turns: list[dict[str, str]]) -> None:
@@ -269,12 +289,12 @@ def test_turns_of_a_shared_context(context: Any, turns: list[dict[str, str]]) ->
         pytest.param(
             ["", "  "],
             "empty or white space",
-            marks=pytest.mark.xfail(strict=True, reason="the labels '[Document 1]' hide that all texts are empty"),
+            marks=xfails("the labels '[Document 1]' hide that all texts are empty"),
         ),
         pytest.param(
             [Document(""), Document("\n")],
             "empty or white space",
-            marks=pytest.mark.xfail(strict=True, reason="the labels '[Document 1]' hide that all texts are empty"),
+            marks=xfails("the labels '[Document 1]' hide that all texts are empty"),
         ),
     ],
 )
@@ -292,15 +312,13 @@ def test_a_system_turn_is_merged_with_the_shared_text() -> None:
     merged = [turn("system", "The text.\n\nYou are a judge."), turn("user", "Who pays?")]
     for name in ("chatml", "qwen", "llama3", "mistral", "trimming"):
         template = SHARING[name][0]
-        want = tokenizer.apply_chat_template(
-            merged, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
+        want = tokenizer.apply_chat_template(merged, chat_template=template, add_generation_prompt=True, tokenize=False)
         assert RENDERERS[name, "gpt2"].text(turns) == want, name
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma-silent"])
 def test_without_a_system_role_everything_heads_the_first_user_turn(name: str) -> None:
-    turns = [turn("system", "The text."), turn("system", "Be brief."), turn("user", "Who?"), turn("assistant", "He.")]
+    turns = turns_of(("system", "The text."), ("system", "Be brief."), ("user", "Who?"), ("assistant", "He."))
     assert RENDERERS[name, "gpt2"].text([*turns, turn("user", "Why?")]) == (
         "<s><start_of_turn>user\nThe text.\n\nBe brief.\n\nWho?<end_of_turn>\n"
         "<start_of_turn>model\nHe.<end_of_turn>\n<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
@@ -311,7 +329,7 @@ def test_without_a_system_role_everything_heads_the_first_user_turn(name: str) -
 
 
 def test_neighbours_of_one_role_satisfy_a_template_that_insists_on_alternation() -> None:
-    turns = [turn("user", "a"), turn("user", "b"), turn("assistant", "c"), turn("assistant", "d"), turn("user", "e")]
+    turns = turns_of(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e"))
     assert RENDERERS["mistral", "gpt2"].text(turns) == "<s>[INST] a\n\nb[/INST] c\n\nd</s>[INST] e[/INST]"
 
 
@@ -323,11 +341,11 @@ def test_turns_that_a_template_refuses_are_named() -> None:
 def test_no_messages_and_no_template_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="at least one"):
         RENDERERS["chatml", "gpt2"].text([])
-    with pytest.raises(InvalidRequestError, match="no chat template.*chat_template="):
+    with pytest.raises(InvalidRequestError, match=r"no chat template.*chat_template="):
         Renderer(tiny_tokenizer(chat_template=None))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a dict of named templates is passed on as if it were one")
+@xfails("a dict of named templates is passed on as if it were one", raises=TypeError)
 def test_a_tokenizer_with_named_templates_uses_its_default() -> None:
     tokenizer = tiny_tokenizer()
     want = Renderer(tokenizer).text([turn("user", "x")])
@@ -342,7 +360,7 @@ def test_a_template_that_puts_something_else_first_is_refused(name: str) -> None
         renderer.shared_ids([turn("system", "The bond of the merchant, before the court.")])
 
 
-@pytest.mark.xfail(strict=True, reason="only the first turn is looked for, and an empty one is found anywhere")
+@xfails("only the first turn is looked for, and an empty one is found anywhere")
 def test_an_empty_first_turn_does_not_hide_that_nothing_is_shared() -> None:
     renderer = Renderer(TOKENIZERS["gpt2"], NOT_SHARING["question-first"])
     with pytest.raises(InvalidRequestError, match="does not put the shared context first"):
@@ -354,7 +372,7 @@ def test_an_empty_first_turn_does_not_hide_that_nothing_is_shared() -> None:
 def test_the_template_alone_writes_special_tokens(template: str, name: str) -> None:
     tokenizer = TOKENIZERS[name]
     renderer = RENDERERS[template, name]
-    turns = [turn("system", "The text."), turn("user", "Who?"), turn("assistant", "He."), turn("user", "Why?")]
+    turns = turns_of(("system", "The text."), ("user", "Who?"), ("assistant", "He."), ("user", "Why?"))
     ids = renderer.ids(turns)
     assert tokenizer.encode("x")[0] == tokenizer.bos_token_id, "this tokenizer would add BOS and EOS"
     assert ids.count(tokenizer.bos_token_id) == SHARING[template][0].count("bos_token")
@@ -369,11 +387,14 @@ def test_the_template_alone_writes_special_tokens(template: str, name: str) -> N
 
 # --------------------------------------------------------------------------------------------- properties
 
+# fmt: off
 SNIPPETS = (
-    *("the court", "You", "s", "a", "1234", " ", "  ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", "\r", ".", ".\n", "...", "- "),
-    *("🙂", "👩‍👩‍👧", "🇩🇪", "日本語", "ไทย", "שלום", "مرحبا", "\u202eabc\u202c", "e\u0301", "\u0301", "\u00e9", "ﬁ", "\u00a0", "\ufeff"),
-    *("\x00", "\x1b[0m", "\ufffd", "\u2028", "{{ messages }}", "{% if x %}", "<", "<|im_end|>", "<s>", "</s>", "[INST]", "\\n"),
+    "the court", "You", "s", "a", "1234", " ", "  ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", "\r", ".", ".\n",
+    "...", "- ", "🙂", "👩‍👩‍👧", "🇩🇪", "日本語", "ไทย", "שלום", "مرحبا", "\u202eabc\u202c", "e\u0301", "\u0301",
+    "\u00e9", "ﬁ", "\u00a0", "\ufeff", "\u2028", "\ufffd", "\x00", "\x1b[0m", "{{ messages }}", "{% if x %}", "<",
+    "<|im_end|>", "<s>", "</s>", "[INST]", "\\n",
 )
+# fmt: on
 TEXTS = st.one_of(
     st.lists(st.sampled_from(SNIPPETS), max_size=8).map("".join),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
@@ -444,15 +465,14 @@ def test_a_shared_conversation_starts_every_prompt(
 @pytest.mark.parametrize("text", ["the bond", "it", "日", "x\n", pytest.param("the bond.", id="merges")])
 def test_a_short_text_can_be_shared(text: str, name: str, request: pytest.FixtureRequest) -> None:
     if name == "llama3" and text == "the bond.":
-        reason = "'.' and the line breaks after it are one token here (Llama 3, Qwen), and the template gets the blame"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+        request.applymarker(xfails("'.\\n\\n' is one token (Llama 3, Qwen), and the template gets the blame"))
     renderer = RENDERERS["chatml", name]
     check_prefix(renderer, TOKENIZERS[name], shared_turns(text), [turn("user", "Who?")])
 
 
-@pytest.mark.xfail(strict=True, reason="the probes have one user turn each, so the later move of the text is not seen")
+@xfails("the probes have one user turn each, so the later move of the text is not seen")
 def test_a_template_that_moves_the_system_message_to_the_last_turn_still_shares() -> None:
-    """Mistral v0.3 and later: in a conversation the text would come after the history, and every call prefill it."""
+    """Mistral v0.3 and later: in a conversation the text comes after the history, so each call prefills it."""
     tokenizer = TOKENIZERS["gpt2"]
     renderer = Renderer(tokenizer, MISTRAL_LAST)
     own = [turn("user", "Who?"), turn("assistant", "He."), turn("user", "Why?")]
@@ -481,7 +501,7 @@ def test_texts_in_every_script_round_trip(text: str, name: str) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the tokenizer's TypeError comes through as it is")
+@xfails("the tokenizer's TypeError comes through as it is", raises=TypeError)
 def test_half_a_surrogate_pair_is_refused_clearly() -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         RENDERERS["chatml", "gpt2"].ids([turn("user", "read with surrogateescape: \udcff")])

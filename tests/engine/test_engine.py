@@ -453,7 +453,7 @@ class TestLifetime:
         assert engine.generate(DOCUMENT, greedy_params(3)).result(60).token_ids == first
         until(lambda: engine._thread is None)
         gone = weakref.ref(engine)
-        del engine
+        engine = None  # type: ignore[assignment]
         until(lambda: gc.collect() >= 0 and gone() is None)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

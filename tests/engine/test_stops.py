@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def cut(text: str, stops: list[str]) -> str:
 
 def pieces_of(text: str, breaks: list[int]) -> list[str]:
     bounds = sorted({0, len(text), *(b % (len(text) + 1) for b in breaks)})
-    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(bounds)]
 
 
 @given(text=TEXT, stops=STOPS, breaks=st.lists(st.integers(0, 40), max_size=12))
@@ -50,7 +52,14 @@ def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -
 
 def test_a_stop_over_several_pieces_never_leaks() -> None:
     matcher = StopMatcher(["beta gamma"])
-    assert [matcher.feed(p) for p in ("alpha ", "be", "ta", " gam", "ma", " delta")] == ["alpha ", "", "", "", "", ""]
+    assert [matcher.feed(p) for p in ("alpha ", "be", "ta", " gam", "ma", " delta")] == [
+        "alpha ",
+        "",
+        "",
+        "",
+        "",
+        "",
+    ]
     assert matcher.stopped
 
 

@@ -78,11 +78,18 @@ def test_generation_modes_work_as_without_a_pool(tiny_llama: Any, options: dict[
     pool = SharedKVPool.from_token_ids(tiny_llama, DOCUMENT, codec="exact")
     ids = torch.tensor([DOCUMENT + QUESTION])
     want = tiny_llama.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=16,
+        do_sample=False,
         **{k: v for k, v in options.items() if k != "prefill_chunk_size"},
     )[:, len(DOCUMENT) :]
     got = tiny_llama.generate(
-        **question_inputs(pool, QUESTION), cache=pool.new_cache(), max_new_tokens=16, do_sample=False, **options
+        **question_inputs(pool, QUESTION),
+        cache=pool.new_cache(),
+        max_new_tokens=16,
+        do_sample=False,
+        **options,
     )
     assert got.tolist() == want.tolist()
 
@@ -229,7 +236,9 @@ class TestWrongInputsAreRefused:
     def test_after_every_refusal_the_pool_still_serves(self, pool: SharedKVPool) -> None:
         self.test_a_mask_of_the_wrong_length(pool, 5)
         prompt = pool.segment.token_ids.tolist() + QUESTION
-        out = pool.model.generate(**question_inputs(pool, QUESTION), cache=pool.new_cache(), max_new_tokens=5, do_sample=False)
+        out = pool.model.generate(
+            **question_inputs(pool, QUESTION), cache=pool.new_cache(), max_new_tokens=5, do_sample=False
+        )
         assert_same_tokens(pool.model, prompt, out[0, 9:].tolist(), greedy(pool.model, prompt, 5))
 
 

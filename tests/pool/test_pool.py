@@ -173,7 +173,11 @@ class TestBytes:
         model = tiny_model("gemma3", WINDOW)
         segment = SharedKVPool.from_token_ids(model, DOCUMENT).segment
         assert [layer.num_tokens for layer in segment.layers] == [WINDOW - 1, len(DOCUMENT), WINDOW - 1]
-        assert [layer.start for layer in segment.layers] == [len(DOCUMENT) - WINDOW + 1, 0, len(DOCUMENT) - WINDOW + 1]
+        assert [layer.start for layer in segment.layers] == [
+            len(DOCUMENT) - WINDOW + 1,
+            0,
+            len(DOCUMENT) - WINDOW + 1,
+        ]
 
     def test_ratios_at_the_stated_shape(self) -> None:
         model = tiny_model("llama", head_dim=64, max_position_embeddings=4096)
