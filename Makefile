@@ -13,6 +13,9 @@ PYTEST_ARGS ?=
 PIP_FLAGS ?= -qq
 BENCH ?= benchmarks/shared_context.py
 
+# Worker threads that wait for work sleep instead of spinning. Spinning on a busy machine makes a run several times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed

@@ -69,7 +69,8 @@ def run_graph(graph: Any, roles: list[Role], watch: Stopwatch, display: Display)
     names = [role.name for role in roles]
     watch.start(names)
     with display.writing([*names, EDITOR.name]):
-        config = {"max_concurrency": len(roles)}  # every analyst in flight at once
+        # Every analyst in flight at once; the stream itself waits in one more thread of the same pool.
+        config = {"max_concurrency": len(roles) + 1}
         for mode, event in graph.stream(team, config, stream_mode=["messages", "values"]):
             if mode == "messages":
                 chunk, metadata = event
@@ -92,7 +93,7 @@ def run(options: Options, display: Display) -> None:
             watch = Stopwatch()
             context = llm.share(options.text, progress=progress)
             watch.mark_built()
-        display.note(f"{options.document.name}: {context.num_tokens:,} tokens for {len(roles)} agents to read")
+        display.note(f"{options.document.name}: {context.num_tokens:,} tokens, readers: {len(roles)}")
         with context:
             team = run_graph(build_graph(llm, llm.with_context(context)), roles, watch, display)
             results = Measurements.collect(llm, context, watch, team["answers"])

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +37,11 @@ def open_display() -> Display:
         # an answer may hold characters that the terminal's encoding lacks
         stream.reconfigure(errors="replace")
     return RichDisplay() if sys.stdout.isatty() else PlainDisplay()
+
+
+def task_of(phase: str) -> str:
+    """The steps of a conversion ("convert: weights") count up to one total: they are one task."""
+    return phase.partition(":")[0]
 
 
 def printable(text: str) -> str:
@@ -83,9 +88,9 @@ class PlainDisplay:
 
         def report(phase: str, done: int, total: int) -> None:
             quarter = 4 * done // max(total, 1)
-            if quarter > quarters.get(phase, 0):
-                quarters[phase] = quarter
-                self.note(f"{phase}: {25 * quarter} % ({done:,} of {total:,})")
+            if quarter > quarters.get(task_of(phase), 0):
+                quarters[task_of(phase)] = quarter
+                self.note(f"{phase}: {25 * quarter} %")
 
         yield report
 
@@ -123,14 +128,15 @@ class RichDisplay:
     @contextmanager
     def progress(self) -> Iterator[Report]:
         label = TextColumn("{task.description}")
-        columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (label, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         tasks: dict[str, TaskID] = {}
         with Progress(*columns, console=self._console) as bars:
 
             def report(phase: str, done: int, total: int) -> None:
-                if phase not in tasks:
-                    tasks[phase] = bars.add_task(phase, total=total)
-                bars.update(tasks[phase], completed=done, total=total)
+                task = task_of(phase)
+                if task not in tasks:
+                    tasks[task] = bars.add_task(phase, total=total)
+                bars.update(tasks[task], description=phase, completed=done, total=total)
 
             yield report
 

@@ -144,7 +144,7 @@ class Measurements:
                 f"{self.context_tokens:,} tokens as {self.codec}, allocated",
             ),
             ("Compression", f"{ratio:.2f}x", f"against float16 ({mb(self.float16_bytes)})"),
-            ("Private tails", mb(self.tail_bytes), f"{self.agents} prompts and answers, allocated"),
+            ("Private tails", mb(self.tail_bytes), "prompts and answers, allocated"),
             ("Pool + tails", mb(self.kv_bytes), "all keys and values in use"),
             ("Peak of the build", mb(self.peak_build_bytes), "dense cache and pool together"),
         ]

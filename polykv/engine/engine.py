@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH = 32
 DEFAULT_TOKEN_BUDGET = 512
+GATHER_SECONDS = 0.005
+"""An idle engine waits this long after the first request, so that a fan-out starts in one forward together."""
 IDLE_SECONDS = 2.0
 """An idle engine gives its thread up, so that one nobody uses any more can be collected."""
 
@@ -272,7 +274,10 @@ class Engine:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     self._thread = None
                     return False
-            return self._closed is None
+            gather = self._closed is None and not self._builds and not self._scheduler.running
+        if gather:
+            time.sleep(GATHER_SECONDS)
+        return self._closed is None
 
     def _die(self, error: EngineClosedError) -> None:
         with self._changed:

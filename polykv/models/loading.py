@@ -11,16 +11,22 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import getproxies
 
 import torch
 from filelock import FileLock
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from platformdirs import user_cache_path
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from polykv.errors import ModelNotFoundError
 
@@ -158,7 +164,7 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
             bar.set_postfix_str(phase)
             bar.update(amount)
             if progress is not None:
-                progress(f"convert: {phase}", done, total)
+                progress("convert", done, total)
 
         digest = _sha256(path, lambda n: advance("verify", n))
         if expected_sha256 is not None and digest != expected_sha256:
@@ -167,10 +173,37 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
             )
         folder = root / f"{path.stem}-{digest[:12]}-v{CONVERSION_VERSION}"
         if not (folder / "config.json").is_file():
-            _convert(path, folder, lambda phase: advance(phase, units[phase]))
+            with _transformers_bars(shown=progress is None):
+                _convert(path, folder, lambda phase: advance(phase, units[phase]))
         bar.close()
         stamp.write_text(digest)
         return folder
+
+
+@contextmanager
+def _transformers_bars(*, shown: bool) -> Iterator[None]:
+    """Hides transformers' own progress bars from a caller who draws progress himself."""
+    if shown or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def _hub_can_be_reached() -> bool:
+    """Whether the hub's name resolves, asked before a download: its client would retry for most of a minute."""
+    if HF_HUB_OFFLINE:
+        return False
+    if getproxies():  # a proxy resolves names for us
+        return True
+    try:
+        socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def _convert(path: Path, folder: Path, advance: Callable[[str], None]) -> None:
@@ -240,12 +273,17 @@ def load_model(
         source = str(convert_gguf(Path(model).expanduser(), progress=progress))
     elif Path(model).expanduser().is_dir():
         source = str(Path(model).expanduser())
-    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "revision": revision or "main",
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": not Path(source).exists() and not _hub_can_be_reached(),
+    }
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or (torch.float32 if target.type == "cpu" else "auto"), **options
-        )
+        with _transformers_bars(shown=progress is None):
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or (torch.float32 if target.type == "cpu" else "auto"), **options
+            )
     except OSError as error:
         raise ModelNotFoundError(
             f"cannot load model {model!r}: {str(error).splitlines()[0]} Give a folder, a .gguf file, a hub id that can be "

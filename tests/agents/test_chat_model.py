@@ -11,6 +11,7 @@ import itertools
 import logging
 import operator
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -1258,25 +1259,21 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(llm: ChatPolyKV, age
     assert [m.content for m in agent.batch(questions)] == want
 
 
-XFAIL = functools.partial(pytest.param, marks=pytest.mark.xfail(strict=True))
+def not_yet(attempt: Callable[[str], Any], tells: str, reason: str) -> Any:
+    return pytest.param(attempt, tells, id=tells, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
 @pytest.mark.parametrize(
     ("attempt", "tells"),
     [
-        # accepted in silence: the model object stays in float32 on the CPU
-        XFAIL(lambda folder: chat(dtype="bfloat16").load(), "dtype", id="dtype-of-an-object"),
-        XFAIL(lambda folder: chat(device="tpu9").load(), "device", id="device-of-an-object"),
-        # a bare ValueError and RuntimeError
-        XFAIL(lambda folder: ChatPolyKV(model=folder, dtype="float99").load(), "float99", id="dtype"),
-        XFAIL(lambda folder: ChatPolyKV(model=folder, device="tpu9").load(), "tpu9", id="device"),
-        # only at first use, unlike temperature and max_tokens
-        XFAIL(lambda folder: chat(max_batch=0), "max_batch", id="max_batch"),
-        XFAIL(lambda folder: chat(num_threads=0), "num_threads", id="num_threads"),
-        # says that the current folder is no model
-        XFAIL(lambda folder: ChatPolyKV(model=""), r"''.*give a name", id="empty-name"),
-        # AttributeError: 'str' object has no attribute 'reading'
-        XFAIL(lambda folder: chat().with_context("0" * 64), "SharedContext", id="context-by-id"),
+        not_yet(lambda _: chat(dtype="bfloat16").load(), "dtype", "ignored: the object stays as it is"),
+        not_yet(lambda _: chat(device="meta").load(), "device", "ignored: the object stays where it is"),
+        not_yet(lambda folder: ChatPolyKV(model=folder, dtype="float99").load(), "float99", "a bare ValueError"),
+        not_yet(lambda folder: ChatPolyKV(model=folder, device="tpu9").load(), "tpu9", "torch's RuntimeError"),
+        not_yet(lambda _: chat(max_batch=0), "max_batch", "only at first use, unlike temperature and the like"),
+        not_yet(lambda _: chat(num_threads=0), "num_threads", "only at first use, unlike temperature and the like"),
+        not_yet(lambda _: ChatPolyKV(model=""), r"''.*give a name", "says that the current folder is no model"),
+        not_yet(lambda _: chat().with_context("0" * 64), "SharedContext", "AttributeError: no attribute 'reading'"),
     ],
 )
 def test_wrong_construction_is_refused(tmp_path: Path, attempt: Callable[[str], Any], tells: str) -> None:
@@ -1342,12 +1339,13 @@ def test_configurable_fields_keep_engine_and_context(agent: ChatPolyKV, ctx: Sha
     assert facts(configurable.invoke(QUESTION)) == facts(agent.invoke(QUESTION))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="weights of objects are looked up by name, device, dtype and revision, kept by name"
-)
+@pytest.mark.xfail(strict=True, raises=ModelNotFoundError, reason="objects are kept by name, looked up by all fields")
 @pytest.mark.parametrize("field", [{"dtype": "float32"}, {"device": "cpu"}, {"revision": "main"}])
 def test_configurable_fields_of_an_object_with_device_or_dtype(field: dict[str, str]) -> None:
-    llm = chat(**field)
+    try:
+        llm = chat(**field)
+    except InvalidRequestError:
+        return  # these fields say how to load a named model: refusing them is as good
     configurable = llm.configurable_fields(temperature=ConfigurableField(id="temperature"))
     assert configurable.with_config(configurable={"temperature": 0.0}).invoke(QUESTION, max_tokens=2).content
 
@@ -1437,12 +1435,13 @@ def test_a_shared_context_cannot_be_pickled(agent: ChatPolyKV, ctx: SharedContex
 
 
 @pytest.mark.xfail(strict=True, reason="the first object of every process is called ...#1")
-def test_names_of_objects_are_unique_beyond_the_process() -> None:
+def test_names_of_objects_are_unique_beyond_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pickle of another process, or a cached answer of another day, must not meet this process's first model."""
     names = []
     for seed in (0, 1):
         spec = importlib.util.spec_from_file_location("a_process_of_its_own", registry.__file__)
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         names.append(module.register_object(tiny_model("llama", seed=seed), tiny_tokenizer())[0])
     assert names[0] != names[1]
@@ -1544,7 +1543,8 @@ def test_closing_ends_running_and_waiting_calls() -> None:
     assert engine.stats().running == engine.stats().waiting == engine.stats().tail_bytes == 0
 
 
-def test_a_forgotten_chat_model_takes_engine_and_weights_along() -> None:
+def test_a_forgotten_chat_model_takes_engine_and_weights_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.5)
     model = tiny_model("llama")
     llm = chat(model)
     agent = llm.with_context(llm.share(DOCUMENT))
@@ -1593,7 +1593,9 @@ def _in_thread(work: Callable[[], None], seconds: float = 2) -> bool:
 
 @pytest.mark.xfail(strict=True, reason="finalizers run anywhere, and this one waits for a lock its own thread may hold")
 def test_a_collection_inside_the_registry_does_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_lock", type(registry._lock)())  # a deadlock must not outlive the test
+    plain = isinstance(registry._lock, type(threading.Lock()))
+    # a lock of the same kind, so that a deadlock does not outlive the test
+    monkeypatch.setattr(registry, "_lock", threading.Lock() if plain else threading.RLock())
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
 
     class CollectingEntry(registry._Entry):

@@ -85,7 +85,7 @@ SHARING = {  # name: (template, whether it trims contents)
 NOT_SHARING = {
     "clock-first": "{{ strftime_now('%H:%M:%S.%f') }}\n" + CHATML,
     "question-first": "{{ messages[-1]['content'] }}\n" + CHATML,
-    "length-first": "{{ messages | map(attribute='content') | join | length }} characters\n" + CHATML,
+    "length-first": "{{ bos_token }}{{ messages | map(attribute='content') | join | length }} characters\n" + CHATML,
 }
 
 # --------------------------------------------------------------------------------------------- tokenizers
@@ -362,7 +362,7 @@ def test_a_template_that_puts_something_else_first_is_refused(name: str) -> None
 
 @xfails("only the first turn is looked for, and an empty one is found anywhere")
 def test_an_empty_first_turn_does_not_hide_that_nothing_is_shared() -> None:
-    renderer = Renderer(TOKENIZERS["gpt2"], NOT_SHARING["question-first"])
+    renderer = Renderer(TOKENIZERS["gpt2"], NOT_SHARING["length-first"])
     with pytest.raises(InvalidRequestError, match="does not put the shared context first"):
         renderer.shared_ids([turn("system", ""), turn("user", "The bond of the merchant.")])
 

@@ -1,5 +1,6 @@
 """The codecs against the published formulas, the layout on paper, and the bytes really allocated."""
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -18,7 +19,7 @@ from torch import Tensor
 from polykv.codecs import CODECS, DEFAULT_CODEC, get_codec
 from polykv.codecs.k8v3 import SIGN_SEED
 from polykv.errors import PolyKVError, UnknownCodecError, UnsupportedModelError
-from polykv_kernels import EncodedKV, ops
+from polykv_kernels import DenseKV, EncodedKV, ops
 from polykv_kernels.reference import random_signs
 
 FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
@@ -33,9 +34,7 @@ def encode(codec: str, keys: Tensor, values: Tensor, start: int = 0) -> EncodedK
     return get_codec(codec).encode(keys, values, torch.arange(start, start + keys.shape[1]))
 
 
-def gaussian(
-    heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def gaussian(heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     keys, values = torch.randn(2, heads, tokens, head_dim).to(dtype)
     return keys, values
 
@@ -265,9 +264,7 @@ def test_an_outlier_channel_costs_k8v3_nothing_elsewhere_and_paper_everything():
     elsewhere[1, 7] = False
     want = keys.transpose(0, 1)[:, elsewhere].double().numpy()
     got, _ = ops.decode(encode("k8v3", keys, values), torch.float64)
-    assert (
-        np.abs(got.transpose(0, 1)[:, elsewhere].numpy() - want).max() <= 0.5 * 6 / 127
-    )  # no Gaussian is above 6
+    assert np.abs(got.transpose(0, 1)[:, elsewhere].numpy() - want).max() <= 0.5 * 6 / 127  # no Gaussian is above 6
     assert relative_error(got[1, :, 7], keys[1, :, 7]) <= 0.005
     got, _ = ops.decode(encode("paper", keys, values), torch.float64)
     assert not got.transpose(0, 1)[:, elsewhere].any()
@@ -315,9 +312,7 @@ def test_shapes_and_dtypes_are_the_documented_ones(codec, tokens, start):
     if packed:
         want |= {
             "keys.codes": ((heads, tiles, head_dim, 64), torch.int8),
-            "keys.scales": ((1,), torch.float32)
-            if codec == "paper"
-            else ((heads, tiles, head_dim), torch.float16),
+            "keys.scales": ((1,), torch.float32) if codec == "paper" else ((heads, tiles, head_dim), torch.float16),
             "values.codes": ((heads, packed, 3 * head_dim // 8), torch.uint8),
             "values.scales": ((heads, packed), torch.float16),
         }
@@ -363,9 +358,7 @@ def test_every_multiple_of_16_up_to_256_is_stored_and_attended_to(codec, head_di
 @pytest.mark.parametrize("codec", PACKED)
 @pytest.mark.parametrize("head_dim", [24, 8, 40, 72, 100])
 def test_another_head_dim_is_refused_by_number_before_anything_is_stored(codec, head_dim):
-    with pytest.raises(
-        UnsupportedModelError, match=rf"'{codec}'.* head_dim {head_dim}: .*16.*codec='exact'"
-    ) as caught:
+    with pytest.raises(UnsupportedModelError, match=rf"'{codec}'.* head_dim {head_dim}: .*16.*codec='exact'") as caught:
         get_codec(codec).check_head_dim(head_dim)
     assert isinstance(caught.value, PolyKVError)
     with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
@@ -415,6 +408,23 @@ def test_bytes_are_what_the_layout_needs_and_not_one_more(codec, tokens, start, 
         want += 4 if codec == "paper" else 2 * heads * tiles * head_dim  # key scales
         want += heads * packed * (3 * head_dim // 8 + 2)  # 3-bit codes and a float16 scale
     assert encoded.nbytes == allocated(encoded) == want
+
+
+def test_nbytes_counts_whole_storages_and_each_once():
+    """Otherwise a segment of views would look small while it keeps a long cache alive."""
+    both = torch.randn(2, 2, 4096, 64)
+    encoded = EncodedKV(0, 10, 2, 64, both.dtype, DenseKV(both[0, :, :10], both[1, :, :10]), None, None)
+    assert encoded.nbytes == allocated(encoded) == both.numel() * 4
+
+
+def test_a_layer_that_does_not_hold_the_tokens_it_claims_is_refused():
+    encoded = encode("k8v3", *gaussian(2, 100, 64))
+    with pytest.raises(ValueError, match=r"num_tokens is 101, but the tensors hold 100"):
+        dataclasses.replace(encoded, num_tokens=101)
+    with pytest.raises(ValueError, match=r"num_tokens is 100, but the tensors hold 99"):
+        dataclasses.replace(encoded, exact=None)
+    with pytest.raises(ValueError, match=r"packed together or not at all"):
+        dataclasses.replace(encoded, values=None)
 
 
 @pytest.mark.parametrize("codec", ALL)

@@ -181,15 +181,11 @@ def test_a_window_is_by_absolute_position_wherever_it_cuts(layout, start):
 def test_a_row_whose_window_excludes_the_segment_has_out_0_and_lse_minus_infinity(layout, dtype):
     segment = random_segment(layout, 2, 65, 32)
     positions = torch.tensor([65, 500, 80, 64 + 16, 64 + 17])  # with a window of 16, the last key seen is 64
-    out, lse = ops.shared_attention(
-        random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions, window=16
-    )
+    out, lse = ops.shared_attention(random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions, window=16)
     assert torch.isfinite(out).all()
     assert (lse == -INF).all(dim=1).tolist() == [False, True, True, True, True]
     assert (out == 0).flatten(1).all(dim=1).tolist() == [False, True, True, True, True]
-    out, lse = ops.shared_attention(
-        random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions + 16, window=16
-    )
+    out, lse = ops.shared_attention(random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions + 16, window=16)
     assert not out.any()
     assert (lse == -INF).all()
 
@@ -279,10 +275,7 @@ def test_one_logit_of_1e4_takes_everything(layout, at):
         want = oracle(q, keys, values, 1.0 / head_dim)
         assert want[1].abs().max() < 1e4 * 1.01
         assert_close(got, want, BOUNDS[torch.float32])
-    assert (
-        relative_error(ops.shared_attention(q.abs(), segment, 1 / 64)[0], values[:, at].expand(3, 2, 64))
-        <= 2e-6
-    )
+    assert relative_error(ops.shared_attention(q.abs(), segment, 1 / 64)[0], values[:, at].expand(3, 2, 64)) <= 2e-6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -470,9 +463,7 @@ def test_masked_attention_equals_the_dense_oracle_for_every_form_of_mask(head_di
 
 def test_masked_attention_over_no_keys_is_empty_too():
     """A request without a tail yet: out 0, lse -inf, as when everything is masked."""
-    out, lse = ops.masked_attention(
-        torch.randn(1, 6, 3, 32), torch.zeros(1, 2, 0, 32), torch.zeros(1, 2, 0, 32), 0.2
-    )
+    out, lse = ops.masked_attention(torch.randn(1, 6, 3, 32), torch.zeros(1, 2, 0, 32), torch.zeros(1, 2, 0, 32), 0.2)
     assert out.shape == (1, 6, 3, 32)
     assert not out.any()
     assert lse.shape == (1, 6, 3)
@@ -491,9 +482,7 @@ def tiles_of(segment: EncodedKV, first: int, last: int) -> EncodedKV:
     count = part.stop - part.start
     scales = segment.keys.scales if segment.keys.per_tensor else segment.keys.scales[:, first:last]
     keys = Int8Keys(segment.keys.codes[:, first:last], scales, count)
-    values = LloydMax3Values(
-        segment.values.codes[:, part], segment.values.scales[:, part], segment.values.sign_seed
-    )
+    values = LloydMax3Values(segment.values.codes[:, part], segment.values.scales[:, part], segment.values.sign_seed)
     start = segment.start + part.start
     return EncodedKV(start, count, segment.num_kv_heads, segment.head_dim, segment.dtype, None, keys, values)
 
@@ -520,9 +509,7 @@ def test_segments_encoded_apart_merge_to_attention_over_all_their_tokens(layout,
     """Segments of 1, 63, 130 and 600 tokens and a private tail, merged in random orders and groupings."""
     sizes = (1, 63, 130, 600)
     starts = [0, *itertools.accumulate(sizes)]
-    segments = [
-        random_segment(layout, 2, size, 64, start) for size, start in zip(sizes, starts, strict=False)
-    ]
+    segments = [random_segment(layout, 2, size, 64, start) for size, start in zip(sizes, starts, strict=False)]
     q = random_query(5, 6, 64, dtype)
     tail_k, tail_v = torch.randn(2, 2, 20, 64, dtype=dtype)
     states = [ops.shared_attention(q, segment, 0.125) for segment in segments]

@@ -25,10 +25,10 @@ ROLES = (
         "Who inherits how much?",
     ),
     (
-        "You are a historian of English country houses.",
+        "You are a historian of English country houses and of the law of property.",
         "Where does the family live, and who owns the house by law?",
     ),
-    ("You write headlines.", "What happened?"),
+    ("You write headlines for a daily newspaper in London.", "What happened?"),
     ("You are a judge. Weigh both sides, one after the other, before you decide.", "Is the promise binding?"),
     ("You are a poet and a friend of the family.", "Describe the mood in one line, without naming anybody."),
 )
