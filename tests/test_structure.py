@@ -72,4 +72,6 @@ def test_a_module_imports_only_what_stands_below_it(module: str, path: Path) -> 
 @pytest.mark.parametrize(("module", "path"), files(), ids=lambda value: value if isinstance(value, str) else "")
 def test_only_the_agents_package_knows_langchain(module: str, path: Path) -> None:
     if not module.startswith("polykv_agents"):
-        assert not {n for n in imports(path, at_run_time=False) if n.split(".")[0].startswith(("langchain", "langgraph"))}
+        assert not {
+            n for n in imports(path, at_run_time=False) if n.split(".")[0].startswith(("langchain", "langgraph"))
+        }
