@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from polykv_kernels import reference
-from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
 __all__ = [
     "decode",
     "encode_keys_int8",
     "encode_values_lloyd3",
+    "exact_tokens",
     "masked_attention",
     "merge_attention_states",
     "ragged_attention",
     "shared_attention",
+    "store_exact",
 ]
 
 
@@ -208,6 +210,30 @@ def _check_encodable(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be [Hkv, T, D] and not empty, got {tuple(x.shape)}")
     if not torch.isfinite(x).all():
         raise ValueError(f"{name} hold NaN or infinite numbers: the model's forward pass is broken; nothing was stored")
+
+
+def store_exact(keys: Tensor, values: Tensor, start: int) -> EncodedKV:
+    """Keeps every token as it is, in copies of its own.
+
+    Args:
+        keys: ``[Hkv, T, D]`` floating point, after RoPE.
+        values: ``[Hkv, T, D]``.
+        start: absolute position of the first token.
+
+    Raises:
+        ValueError: the shape does not fit, or an element is NaN or infinite.
+    """
+    exact = exact_tokens(keys, values)
+    return EncodedKV(start, keys.shape[1], keys.shape[0], keys.shape[2], keys.dtype, exact, None, None)
+
+
+def exact_tokens(keys: Tensor, values: Tensor) -> DenseKV:
+    """Copies of a few tokens' keys and values; arguments and errors as for :func:`store_exact`."""
+    _check_encodable(keys, "keys")
+    _check_encodable(values, "values")
+    # clone() alone would keep the strides of a transposed view
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in (keys, values)]
+    return DenseKV(*copies)
 
 
 def decode(segment: EncodedKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

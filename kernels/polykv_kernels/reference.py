@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
 
 CHUNK_TOKENS = 8 * TILE_SIZE
 """Tokens dequantised at a time: large enough to amortise torch's call overhead, small enough to stay in cache."""
@@ -101,22 +101,22 @@ def pack_3bit(codes: Tensor) -> Tensor:
     """
     if codes.shape[-1] % 8:
         raise ValueError(f"the last axis must be a multiple of 8, got {codes.shape[-1]}")
-    groups = codes.to(torch.int32).reshape(*codes.shape[:-1], -1, 8)
+    groups = codes.to(torch.int32).reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     words = torch.zeros(groups.shape[:-1], dtype=torch.int32, device=codes.device)
     for i in range(8):
         words |= groups[..., i] << (3 * i)
     packed = torch.stack([(words >> shift) & 0xFF for shift in (0, 8, 16)], dim=-1)
-    return packed.to(torch.uint8).reshape(*codes.shape[:-1], -1)
+    return packed.to(torch.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // 8 * 3)
 
 
 def unpack_3bit(packed: Tensor) -> Tensor:
     """Inverse of :func:`pack_3bit`: ``[..., 3 * m]`` uint8 to ``[..., 8 * m]`` uint8 codes."""
     if packed.shape[-1] % 3:
         raise ValueError(f"the last axis must be a multiple of 3, got {packed.shape[-1]}")
-    groups = packed.to(torch.int32).reshape(*packed.shape[:-1], -1, 3)
+    groups = packed.to(torch.int32).reshape(*packed.shape[:-1], packed.shape[-1] // 3, 3)
     words = groups[..., 0] | (groups[..., 1] << 8) | (groups[..., 2] << 16)
     codes = torch.stack([(words >> (3 * i)) & 7 for i in range(8)], dim=-1)
-    return codes.to(torch.uint8).reshape(*packed.shape[:-1], -1)
+    return codes.to(torch.uint8).reshape(*packed.shape[:-1], packed.shape[-1] // 3 * 8)
 
 
 @lru_cache(maxsize=8)
@@ -139,6 +139,13 @@ def _levels_of(packed: Tensor, dtype: torch.dtype) -> Tensor:
 # -------------------------------------------------------------------------------------------- encode / decode
 
 
+def _float16_not_below(x: Tensor) -> Tensor:
+    """Float16 rounded up, for ``x >= 0``: a step rounded down would clip the channel's largest key."""
+    half = x.to(torch.float16)
+    up = (half.view(torch.int16) + 1).view(torch.float16)  # the next float16: their bit patterns are in order
+    return torch.where(half.float() < x, up, half)
+
+
 def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
     """See :func:`polykv_kernels.ops.encode_keys_int8`."""
     heads, tokens, head_dim = keys.shape
@@ -150,7 +157,12 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
     else:
         k = F.pad(k, (0, 0, 0, n_tiles * TILE_SIZE - tokens))
         tiles = k.view(heads, n_tiles, TILE_SIZE, head_dim).transpose(2, 3)  # [Hkv, n_tiles, D, 64]
-        scales = (tiles.abs().amax(dim=-1) / 127.0).to(torch.float16)
+        scales = _float16_not_below(tiles.abs().amax(dim=-1) / 127.0)
+        if not torch.isfinite(scales).all():
+            raise ValueError(
+                f"a key is too large for a float16 step: {float(k.abs().max()):.3g}, limit {127 * 65504:.3g}. "
+                "Use codec='exact' for this model."
+            )
         step = scales.float()[..., None]
         codes = torch.where(step > 0, tiles / step, 0.0).round_().clamp_(-127, 127).to(torch.int8)
         return Int8Keys(codes.contiguous(), scales, tokens)
@@ -224,27 +236,40 @@ def decode(encoded: EncodedKV, dtype: torch.dtype | None = None) -> tuple[Tensor
 
 
 class _OnlineSoftmax:
-    """Running maximum, normaliser and un-normalised output over chunks of keys (Milakov & Gimelshein 2018)."""
+    """Running maximum, normaliser and un-normalised output over chunks of keys (Milakov & Gimelshein 2018).
+
+    Values may come in two bases, plain and rotated; each has its own accumulator under one common maximum and sum, so
+    that no precision is lost in joining them by logarithms.
+    """
 
     def __init__(self, q: Tensor) -> None:
         heads, rows, head_dim = q.shape
         self.max = q.new_full((heads, rows, 1), -math.inf)
         self.sum = q.new_zeros((heads, rows, 1))
-        self.acc = q.new_zeros((heads, rows, head_dim))
+        self._shape = (heads, rows, head_dim)
+        self._accumulators: dict[bool, Tensor] = {}
 
-    def add(self, scores: Tensor, values: Tensor) -> None:
+    def add(self, scores: Tensor, values: Tensor, *, rotated: bool) -> None:
         """Adds a chunk: ``scores`` ``[Hkv, rows, t]`` (masked entries -inf), ``values`` ``[Hkv, t, D]``."""
         new_max = torch.maximum(self.max, scores.amax(dim=-1, keepdim=True))
         safe_max = new_max.masked_fill(new_max == -math.inf, 0.0)  # a row that has seen no key yet
         p = torch.exp(scores - safe_max)
         correction = torch.exp(self.max - safe_max)
-        self.sum.mul_(correction).add_(p.sum(dim=-1, keepdim=True))
-        self.acc.mul_(correction).add_(p @ values)
+        self.sum = self.sum * correction + p.sum(dim=-1, keepdim=True)
+        for accumulator in self._accumulators.values():
+            accumulator.mul_(correction)
+        if rotated not in self._accumulators:
+            self._accumulators[rotated] = scores.new_zeros(self._shape)
+        self._accumulators[rotated].add_(p @ values)
         self.max = new_max
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def finish(self, sign_seed: int | None) -> tuple[Tensor, Tensor]:
         """``(out [Hkv, rows, D], lse [Hkv, rows])``; a row without any key has out 0 and lse -inf."""
-        out = torch.where(self.sum > 0, self.acc / self.sum, 0.0)
+        total = sum(
+            unrotate_values(x, sign_seed) if rotated else x for rotated, x in self._accumulators.items()
+        ) + self.sum.new_zeros(self._shape)
+        # masked_fill and not where(sum > 0): a NaN must stay visible
+        out = (total / self.sum).masked_fill(self.sum == 0, 0.0)
         return out, (self.max + self.sum.log()).squeeze(-1)
 
 
@@ -281,31 +306,22 @@ def shared_attention(
     """See :func:`polykv_kernels.ops.shared_attention`."""
     rows, num_heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    stacked = _group_rows(q, encoded.num_kv_heads, compute) * scale  # [Hkv, R, D]
+    stacked = _group_rows(q, encoded.num_kv_heads, compute)  # [Hkv, R, D]
     oldest = None
     if window is not None:
         assert q_positions is not None
         group = num_heads // encoded.num_kv_heads
         oldest = (q_positions - window + 1).repeat_interleave(group)[None, :, None]  # [1, R, 1]
     # The packed tokens' sum stays in the rotated basis and leaves it once per row, not once per token.
-    states: dict[bool, _OnlineSoftmax] = {}
+    state = _OnlineSoftmax(stacked)
     for offset, keys, values, rotated in _chunks(encoded, compute):
-        scores = stacked @ keys  # [Hkv, R, t]
+        scores = (stacked @ keys).mul_(scale)  # [Hkv, R, t]; on q the factor would be rounded D times
         if oldest is not None:
             positions = torch.arange(encoded.start + offset, encoded.start + offset + keys.shape[-1], device=q.device)
             scores = scores.masked_fill(positions < oldest, -math.inf)
-        state = states.get(rotated)
-        if state is None:
-            state = states.setdefault(rotated, _OnlineSoftmax(stacked))
-        state.add(scores, values)
-    partials: list[tuple[Tensor, Tensor]] = []
-    for rotated, state in states.items():
-        out, lse = state.finish()
-        if rotated and encoded.values is not None:
-            out = unrotate_values(out, encoded.values.sign_seed)
-        partials.append((_ungroup(out, rows), _ungroup(lse, rows)))
-    out, lse = merge_attention_states(partials)
-    return out.to(q.dtype), lse.float() if compute == torch.float32 else lse
+        state.add(scores, values, rotated=rotated)
+    out, lse = state.finish(encoded.values.sign_seed if encoded.values is not None else None)
+    return _ungroup(out, rows).to(q.dtype), _ungroup(lse, rows)
 
 
 def masked_attention(
@@ -315,14 +331,19 @@ def masked_attention(
     batch, num_heads, rows, head_dim = q.shape
     num_kv_heads, tokens = keys.shape[1], keys.shape[2]
     compute = torch.promote_types(q.dtype, torch.float32)
+    if tokens == 0:
+        return torch.zeros_like(q), q.new_full((batch, num_heads, rows), -math.inf, dtype=compute)
     grouped = q.to(compute).reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
     scores = (grouped @ keys.to(compute).transpose(-1, -2)).mul_(scale).view(batch, num_heads, rows, tokens)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    lse = torch.logsumexp(scores, dim=-1) if tokens else scores.new_full((batch, num_heads, rows), -math.inf)
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    out = p.view(batch, num_kv_heads, -1, tokens) @ values.to(compute)
-    return out.view(batch, num_heads, rows, head_dim).to(q.dtype), lse
+    largest = scores.amax(dim=-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)  # fully masked
+    p = torch.exp(scores - largest)
+    total = p.sum(dim=-1, keepdim=True)
+    out = (p.view(batch, num_kv_heads, -1, tokens) @ values.to(compute)).view(batch, num_heads, rows, head_dim)
+    out = (out / total).masked_fill(total == 0, 0.0)
+    return out.to(q.dtype), (largest + total.log()).squeeze(-1)
 
 
 def ragged_attention(
@@ -378,15 +399,10 @@ def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Ten
         return states[0]
     outs, lses = zip(*states, strict=True)
     stacked = torch.stack(lses)  # [n, ...]
-    total = torch.logsumexp(stacked, dim=0)
-    weights = torch.exp(stacked - total.masked_fill(total == -math.inf, 0.0))
+    largest = stacked.amax(dim=0)
+    # weights that are divided by their own sum stay exact where exp(lse - total) would round with the size of lse
+    weights = torch.exp(stacked - largest.masked_fill(largest == -math.inf, 0.0))
+    total = weights.sum(dim=0)
     merged = sum(out.to(weights.dtype) * weight[..., None] for out, weight in zip(outs, weights, strict=True))
-    assert isinstance(merged, Tensor)
-    return merged.to(outs[0].dtype), total
-
-
-def dense_segment(keys: Tensor, values: Tensor, start: int) -> EncodedKV:
-    """An :class:`EncodedKV` that holds every token exactly."""
-    heads, tokens, head_dim = keys.shape
-    exact = DenseKV(keys, values)
-    return EncodedKV(start, tokens, heads, head_dim, keys.dtype, exact, None, None)
+    merged = (merged / total[..., None]).masked_fill((total == 0)[..., None], 0.0)
+    return merged.to(outs[0].dtype), largest + total.log()

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from polykv.codecs.base import Codec
-from polykv_kernels import EncodedKV
-from polykv_kernels.reference import dense_segment
+from polykv_kernels import EncodedKV, ops
 
 
 class ExactCodec(Codec):
@@ -21,4 +20,4 @@ class ExactCodec(Codec):
         self, keys: Tensor, values: Tensor, positions: Tensor, stats: Mapping[str, Tensor] | None = None
     ) -> EncodedKV:
         """See :meth:`Codec.encode`."""
-        return dense_segment(keys.clone(), values.clone(), int(positions[0]))
+        return ops.store_exact(keys, values, int(positions[0]))

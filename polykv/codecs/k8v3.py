@@ -17,8 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from polykv.codecs.base import PackedCodec
-from polykv_kernels import DenseKV, EncodedKV, ops
-from polykv_kernels.reference import dense_segment
+from polykv_kernels import EncodedKV, ops
 
 SIGN_SEED = 20260424
 """Seed of the value signs. Part of the stored format: changing it orphans every stored pool."""
@@ -37,8 +36,8 @@ class K8V3Codec(PackedCodec):
         start = int(positions[0])
         num_exact = 1 if start == 0 else 0
         if tokens == num_exact:
-            return dense_segment(keys.clone(), values.clone(), start)
-        exact = DenseKV(keys[:, :1].clone(), values[:, :1].clone()) if num_exact else None
+            return ops.store_exact(keys, values, start)
+        exact = ops.exact_tokens(keys[:, :1], values[:, :1]) if num_exact else None
         packed_keys = ops.encode_keys_int8(keys[:, num_exact:])
         packed_values = ops.encode_values_lloyd3(values[:, num_exact:], sign_seed=SIGN_SEED)
         return EncodedKV(start, tokens, heads, head_dim, keys.dtype, exact, packed_keys, packed_values)
