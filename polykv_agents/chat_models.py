@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from polykv.codecs import DEFAULT_CODEC, get_codec
 from polykv.engine import Completion, Engine, Request, RequestHandle, SamplingParams
 from polykv.engine.engine import DEFAULT_MAX_BATCH
 from polykv.engine.registry import EngineReference, EngineSpec, LoadedModel, register_object
-from polykv.errors import IncompatiblePoolError, InvalidRequestError
+from polykv.errors import IncompatiblePoolError, InvalidRequestError, RequestCancelledError
 from polykv.models.loading import DEFAULT_MODEL, ProgressCallback
 from polykv.pool import KVSegment, SharedKVPool
 from polykv_agents.rendering import Renderer, SharedInput, message_turn, shared_turns
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 CALL_KEYWORDS = ("temperature", "top_p", "max_tokens", "stop", "seed")
 """Keyword arguments of ``invoke``, ``stream``, ``bind`` and their kin."""
+
+_renderers: weakref.WeakKeyDictionary[Engine, dict[str | None, Renderer]] = weakref.WeakKeyDictionary()
 
 T = TypeVar("T")
 
@@ -88,7 +92,7 @@ class ChatPolyKV(BaseChatModel):
     """Nucleus sampling."""
     max_tokens: int = 256
     """Tokens to generate at most."""
-    stop: list[str] | None = None
+    stop: list[str] | str | None = None
     """Strings that end an answer; they are not part of it. A call's own replace these."""
     seed: int | None = None
     """Seed of the draws; the same seed and prompt give the same answer whatever else runs."""
@@ -110,10 +114,13 @@ class ChatPolyKV(BaseChatModel):
     """The context that every call reads; see :meth:`with_context`."""
 
     _reference: EngineReference = PrivateAttr()
-    _renderer: Renderer | None = PrivateAttr(default=None)
 
     def __init__(
-        self, *, model: str | PreTrainedModel = DEFAULT_MODEL, tokenizer: Any | None = None, **kwargs: Any
+        self,
+        *,
+        model: str | os.PathLike[str] | PreTrainedModel = DEFAULT_MODEL,
+        tokenizer: Any | None = None,
+        **kwargs: Any,
     ) -> None:
         """See the fields for the arguments.
 
@@ -128,9 +135,17 @@ class ChatPolyKV(BaseChatModel):
             InvalidRequestError: a value is out of range, or model object and tokenizer do not come together.
         """
         weights: LoadedModel | None = None
+        if isinstance(model, os.PathLike):
+            model = os.fspath(model)
         if not isinstance(model, str):
             if tokenizer is None:
                 raise InvalidRequestError("a loaded model needs its tokenizer: pass tokenizer= too")
+            ways = sorted(k for k in ("device", "dtype", "revision", "trust_remote_code") if kwargs.get(k))
+            if ways:
+                raise InvalidRequestError(
+                    f"{', '.join(ways)}: these say how to load a model by name, but a loaded model was given; "
+                    "load or move it as you want it first"
+                )
             model, weights = register_object(model, tokenizer)
         elif tokenizer is not None:
             raise InvalidRequestError(f"tokenizer= goes with a loaded model, but model is the name {model!r}")
@@ -203,16 +218,39 @@ class ChatPolyKV(BaseChatModel):
         self, context: SharedInput, *, codec: str | None = None, progress: ProgressCallback | None = None
     ) -> SharedContext:
         """As :meth:`share`, without blocking the event loop. ``progress`` is called in another thread."""
-        return await asyncio.to_thread(self.share, context, codec=codec, progress=progress)
+        abandoned = threading.Event()
+
+        def report(phase: str, done: int, total: int) -> None:
+            if abandoned.is_set():
+                raise RequestCancelledError("nobody waits for this context any more")
+            if progress is not None:
+                progress(phase, done, total)
+
+        def share() -> SharedContext:
+            shared = self.share(context, codec=codec, progress=report)
+            if abandoned.is_set():
+                shared.release()
+            return shared
+
+        try:
+            return await asyncio.to_thread(share)
+        except asyncio.CancelledError:
+            abandoned.set()  # the thread cannot be stopped, but it will leave nothing behind
+            raise
 
     def with_context(self, context: SharedContext | None) -> ChatPolyKV:
         """A copy on the same engine whose calls read ``context``; None for one without.
 
         Raises:
+            InvalidRequestError: it is no SharedContext.
             IncompatiblePoolError: the context belongs to another model or tokenizer.
             ContextReleasedError: it has been released.
         """
         if context is not None:
+            if not isinstance(context, SharedContext):
+                raise InvalidRequestError(
+                    f"with_context takes the SharedContext that share() returned, got {context!r:.60}"
+                )
             segment, _ = context.reading()
             reason = self.pool.identity.mismatch(segment.model)
             if reason is not None or segment not in self.pool.segments:
@@ -230,9 +268,11 @@ class ChatPolyKV(BaseChatModel):
     # ------------------------------------------------------------------------------------------------ one call
 
     def _render(self) -> Renderer:
-        if self._renderer is None:
-            self._renderer = Renderer(self.engine.tokenizer, self.chat_template)
-        return self._renderer
+        # kept with the engine and not here: a copy of this object must not copy the tokenizer
+        renderers = _renderers.setdefault(self.engine, {})
+        if self.chat_template not in renderers:
+            renderers[self.chat_template] = Renderer(self.engine.tokenizer, self.chat_template)
+        return renderers[self.chat_template]
 
     def _sampling(self, kwargs: dict[str, Any], stop: list[str] | None) -> SamplingParams:
         unknown = sorted(set(kwargs) - set(CALL_KEYWORDS))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 import jinja2
@@ -114,8 +115,8 @@ def shared_turns(context: SharedInput) -> list[Turn]:
 
 def _join_texts(items: Sequence[str | Document]) -> str:
     texts = [item.page_content if isinstance(item, Document) else item for item in items]
-    if len(texts) == 1:
-        return texts[0]
+    if len(texts) == 1 or not any(text.strip() for text in texts):
+        return "".join(texts)
     parts = []
     for number, (item, text) in enumerate(zip(items, texts, strict=True), start=1):
         metadata = item.metadata if isinstance(item, Document) else {}
@@ -137,20 +138,23 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template = chat_template or tokenizer.chat_template
-        if not self._template:
+        try:
+            self._template = tokenizer.get_chat_template(chat_template)
+        except ValueError as error:
             raise InvalidRequestError(
                 "the tokenizer has no chat template; pass chat_template=..., or use an instruction-tuned model"
-            )
+            ) from error
         self._system_role = self._takes_system_role()
 
     def _takes_system_role(self) -> bool:
-        """Some templates (Gemma) refuse a system turn, or drop it without a word."""
-        probe = "polykv-system-probe"
+        """Whether a system turn stays first. Templates refuse it or drop it (Gemma), or move it to the last turn (Mistral)."""
+        probe, first = "polykv-system-probe", "polykv-user-probe"
+        dialogue = [("system", probe), ("user", first), ("assistant", "x"), ("user", "y")]
         try:
-            return probe in self._apply([{"role": "system", "content": probe}, {"role": "user", "content": "x"}])
+            text = self._apply([{"role": role, "content": content} for role, content in dialogue])
         except (jinja2.TemplateError, ValueError):
             return False
+        return -1 < text.find(probe) < text.find(first)
 
     def _apply(self, turns: list[Turn]) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -176,8 +180,22 @@ class Renderer:
             raise InvalidRequestError(f"the chat template refuses the turns ({roles}): {error}") from error
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """The prompt as token ids. The template writes the special tokens, so none are added, no second BOS either."""
-        ids: list[int] = self._tokenizer.encode(self.text(turns), add_special_tokens=False)
+        """The prompt as token ids. The template writes the special tokens, so none are added, no second BOS either.
+
+        Raises:
+            InvalidRequestError: see :meth:`text`; or half a surrogate pair, which is no character.
+        """
+        return self._encode(self.text(turns))
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text holds {text[error.start]!r}, half a surrogate pair and no character; was a file read with "
+                "errors='surrogateescape'? Read it with its right encoding, or with errors='replace'"
+            ) from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def shared_ids(self, turns: Sequence[Turn]) -> list[int]:
@@ -198,13 +216,16 @@ class Renderer:
             for probe in _PROBES
             for role in ("system", "user")
         ]
-        prompts = [self.ids([*turns, *continuation]) for continuation in continuations]
-        shared = [column[0] for column in takewhile(lambda c: len(set(c)) == 1, zip(*prompts, strict=False))]
-        text = self._tokenizer.decode(shared, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        head = turns[0]["content"].strip()[:20]
-        if not shared or head not in text:
+        texts = [self.text([*turns, *continuation]) for continuation in continuations]
+        common = commonprefix(texts)  # noqa: RUF071  (letter by letter is what is wanted)
+        shared = [column[0] for column in takewhile(_all_equal, zip(*map(self._encode, texts), strict=False))]
+        if not shared or any(turn["content"].strip() not in common for turn in turns):
             raise InvalidRequestError(
                 "this chat template does not put the shared context first, so nothing can be shared; pass another one as "
                 "chat_template=..."
             )
         return shared
+
+
+def _all_equal(column: tuple[int, ...]) -> bool:
+    return len(set(column)) == 1

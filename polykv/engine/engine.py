@@ -77,6 +77,17 @@ class _BuildJob:
     steps: Any = None
 
 
+def check_at_least_one(**values: int | None) -> None:
+    """Refuses counts below one; None stands for a default.
+
+    Raises:
+        InvalidRequestError: names the first that is too small.
+    """
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -107,13 +118,7 @@ class Engine:
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         num_threads: int | None = None,
     ) -> None:
-        for name, value in (
-            ("max_batch", max_batch),
-            ("token_budget", token_budget),
-            ("num_threads", num_threads),
-        ):
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+        check_at_least_one(max_batch=max_batch, token_budget=token_budget, num_threads=num_threads)
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)
@@ -141,14 +146,22 @@ class Engine:
             PromptTooLongError: prompt and max_tokens exceed the model's positions.
             IncompatiblePoolError: the prompt does not start with the segment's tokens.
             InvalidRequestError: an empty prompt, or nothing after the shared context.
+            ContextReleasedError: the segment is no longer in the pool.
             EngineClosedError: the engine is closed, has died, or was made before a fork.
         """
         self._check_request(request)
         handle = RequestHandle(request)
-        with self._changed:
-            self._check_open()
-            self._scheduler.waiting.append(handle)
-            self._ensure_thread()
+        # leased from now on: a context released while the request waits must still be there when its turn comes
+        lease = self.pool.lease(request.segment, owner=handle) if request.segment is not None else None
+        sequence = Sequence(handle, lease, self._num_layers, self.tokenizer, self._eos_ids)
+        try:
+            with self._changed:
+                self._check_open()
+                self._scheduler.waiting.append(sequence)
+                self._ensure_thread()
+        except EngineClosedError:
+            sequence.release()
+            raise
         return handle
 
     def generate(
@@ -205,8 +218,14 @@ class Engine:
                     raise value
                 if progress is not None:
                     progress(*value)
-        finally:
-            job.cancelled = True  # an interrupted caller must not leave a build behind
+        except BaseException:  # an interrupted caller must leave no build behind, and no finished segment either
+            with self._lock:
+                job.cancelled = True
+            while not job.events.empty():
+                kind, value = job.events.get()
+                if kind == "done":
+                    self.pool.release(value)
+            raise
 
     def stats(self) -> EngineStats:
         """Counters and present sizes."""
@@ -283,8 +302,7 @@ class Engine:
         with self._changed:
             if self._closed is None:
                 self._closed = error
-            handles = list(self._scheduler.waiting)
-            sequences = list(self._scheduler.running)
+            sequences = [*self._scheduler.waiting, *self._scheduler.running]
             jobs = list(self._builds)
             self._scheduler.waiting.clear()
             self._scheduler.running.clear()
@@ -292,21 +310,18 @@ class Engine:
             self._changed.notify_all()
         for sequence in sequences:
             sequence.release()
-            handles.append(sequence.handle)
-        for handle in handles:
-            handle.fail(EngineClosedError(str(error)))
+            sequence.handle.fail(EngineClosedError(str(error)))
         for job in jobs:
             job.events.put(("error", EngineClosedError(str(error))))
 
     def _drop_cancelled(self) -> None:
         with self._lock:
-            waiting = [h for h in self._scheduler.waiting if h.cancelled]
+            waiting = [s for s in self._scheduler.waiting if s.handle.cancelled]
             running = [s for s in self._scheduler.running if s.handle.cancelled]
-            for handle in waiting:
-                self._scheduler.waiting.remove(handle)
-        for handle in waiting:
-            self._count(cancelled=1)
-            handle.fail(RequestCancelledError("the request was cancelled before it started"))
+            for sequence in waiting:
+                self._scheduler.waiting.remove(sequence)
+        for sequence in waiting:
+            self._end(sequence, RequestCancelledError("the request was cancelled before it started"))
         for sequence in running:
             self._end(sequence, RequestCancelledError("the request was cancelled"))
 
@@ -333,33 +348,21 @@ class Engine:
             with self._lock:
                 if job in self._builds:
                     self._builds.remove(job)
-            if job.cancelled and isinstance(event[1], KVSegment):
-                self.pool.release(event[1])
-        job.events.put(event)
+        with self._lock:
+            left = job.cancelled
+            if not left:
+                job.events.put(event)
+        if left and isinstance(event[1], KVSegment):
+            self.pool.release(event[1])
 
     def _admit(self) -> None:
-        while True:
-            with self._lock:
-                if not self._scheduler.admissible():
-                    return
-                handle = self._scheduler.waiting.popleft()
-            try:
-                segment = handle.request.segment
-                lease = self.pool.lease(segment, owner=handle) if segment is not None else None
-                sequence = Sequence(handle, lease, self._num_layers, self.tokenizer, self._eos_ids)
-            except Exception as error:
-                self._count(failed=1)
-                handle.fail(error)
-                continue
-            sequence.started_at = time.perf_counter()
-            with self._lock:
-                if self._closed is None:
-                    self._scheduler.running.append(sequence)
-                    peak = self._counters["peak_running"]
-                    self._counters["peak_running"] = max(peak, len(self._scheduler.running))
-                    continue
-            sequence.release()
-            handle.fail(EngineClosedError(str(self._closed)))
+        with self._lock:
+            while self._scheduler.admissible():
+                sequence = self._scheduler.waiting.popleft()
+                sequence.started_at = time.perf_counter()
+                self._scheduler.running.append(sequence)
+            peak = self._counters["peak_running"]
+            self._counters["peak_running"] = max(peak, len(self._scheduler.running))
 
     def _step(self, batch: list[Work]) -> None:
         lengths = [work.sequence.tails[0].length for work in batch]

@@ -1,8 +1,14 @@
-"""Engines of this process by what they serve, so that many chat-model objects share weights and batch together."""
+"""Engines of this process by what they serve, so that many chat-model objects share weights and batch together.
+
+An engine ends with the last chat model that refers to it. Python may find that out anywhere, inside one of our own locks
+too, so a finalizer only puts a note into a queue, and a thread of its own (the reaper) closes the engine. The thread lives
+as long as there are engines.
+"""
 
 from __future__ import annotations
 
-import itertools
+import queue
+import secrets
 import threading
 import weakref
 from dataclasses import dataclass
@@ -10,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from polykv.engine.engine import DEFAULT_MAX_BATCH, Engine
+from polykv.engine.engine import DEFAULT_MAX_BATCH, Engine, check_at_least_one
 from polykv.errors import EngineClosedError, ModelNotFoundError
-from polykv.models.loading import ProgressCallback, check_source, load_model
+from polykv.models.loading import ProgressCallback, check_device, check_dtype, check_source, load_model
 
 OBJECT_PREFIX = "object:"
 
@@ -29,6 +35,9 @@ class EngineSpec:
         trust_remote_code: see :func:`polykv.load_model`.
         max_batch: requests that run at once.
         num_threads: torch threads of the engine, or None for torch's default.
+
+    Raises:
+        InvalidRequestError: a value is out of range or unknown.
     """
 
     model: str
@@ -38,6 +47,11 @@ class EngineSpec:
     trust_remote_code: bool = False
     max_batch: int = DEFAULT_MAX_BATCH
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least_one(max_batch=self.max_batch, num_threads=self.num_threads)
+        check_device(self.device)
+        check_dtype(self.dtype)
 
     @property
     def weights_key(self) -> tuple[object, ...]:
@@ -64,7 +78,8 @@ class _Entry:
 _lock = threading.Lock()
 _entries: dict[EngineSpec, _Entry] = {}
 _weights: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
-_object_numbers = itertools.count(1)
+_abandoned: queue.SimpleQueue[tuple[EngineSpec, _Entry] | None] = queue.SimpleQueue()  # its put() is reentrant
+_reaper: threading.Thread | None = None
 
 
 def register_object(model: PreTrainedModel, tokenizer: Any) -> tuple[str, LoadedModel]:
@@ -74,7 +89,8 @@ def register_object(model: PreTrainedModel, tokenizer: Any) -> tuple[str, Loaded
             if known.model is model and known.tokenizer is tokenizer and str(key[0]).startswith(OBJECT_PREFIX):
                 return str(key[0]), known
         base = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        name = f"{OBJECT_PREFIX}{base}#{next(_object_numbers)}"
+        # random, so that a pickle or a cached answer of another process never meets this model
+        name = f"{OBJECT_PREFIX}{base}#{secrets.token_hex(4)}"
         loaded = LoadedModel(model, tokenizer)
         _weights[(name, None, None, None, False)] = loaded
         return name, loaded
@@ -108,7 +124,9 @@ class EngineReference:
         with _lock:
             self._entry = _entries.setdefault(spec, _Entry())
             self._entry.references += 1
-        self._finalizer = weakref.finalize(self, _release, spec, self._entry, False)
+            _start_reaper()
+        self._finalizer = weakref.finalize(self, _abandoned.put, (spec, self._entry))
+        self._finalizer.atexit = False
 
     def engine(self, progress: ProgressCallback | None = None) -> Engine:
         """The engine, loading the model at the first call.
@@ -149,7 +167,8 @@ class EngineReference:
     def close(self) -> None:
         """Gives the engine up; the last reference closes it. Idempotent."""
         if self._finalizer.detach() is not None:
-            _release(self.spec, self._entry, True)
+            _release(self.spec, self._entry, wait=True)
+            _abandoned.put(None)  # the reaper may be able to go
 
     def __copy__(self) -> EngineReference:
         return self
@@ -161,7 +180,26 @@ class EngineReference:
         return EngineReference, (self.spec,)
 
 
-def _release(spec: EngineSpec, entry: _Entry, wait: bool) -> None:
+def _start_reaper() -> None:
+    global _reaper
+    if _reaper is None:
+        _reaper = threading.Thread(target=_reap, name="polykv-reaper", daemon=True)
+        _reaper.start()
+
+
+def _reap() -> None:
+    global _reaper
+    while True:
+        abandoned = _abandoned.get()
+        if abandoned is not None:
+            _release(*abandoned, wait=False)
+        with _lock:
+            if not _entries and _abandoned.empty():
+                _reaper = None
+                return
+
+
+def _release(spec: EngineSpec, entry: _Entry, *, wait: bool) -> None:
     with _lock:
         entry.references -= 1
         if entry.references:

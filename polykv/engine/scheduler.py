@@ -131,7 +131,7 @@ class Scheduler:
     def __init__(self, max_batch: int, token_budget: int) -> None:
         self.max_batch = max_batch
         self.token_budget = token_budget
-        self.waiting: deque[RequestHandle] = deque()
+        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
     def admissible(self) -> bool:

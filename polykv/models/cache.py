@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,16 +68,15 @@ class PooledCache(Cache):
 
     Args:
         segment: the shared context.
-        lease: released when the cache is released or collected.
+        lease: makes the lease that this cache owns; it ends when the cache is released or collected.
     """
 
-    def __init__(self, segment: KVSegment, lease: Lease) -> None:
+    def __init__(self, segment: KVSegment, lease: Callable[[PooledCache], Lease]) -> None:
         self.tails = [TailLayer(segment.num_tokens) for _ in segment.layers]
         super().__init__(layers=list(self.tails))
         self.segment = segment
-        self._lease = lease
+        self._lease = lease(self)
         self._unread_layer: int | None = None
-        weakref.finalize(self, lease.release)
 
     def update(
         self,

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from polykv.errors import ModelNotFoundError
+from polykv.errors import InvalidRequestError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ def check_source(model: str) -> None:
     if model in PACKAGED_MODELS:
         _packaged_file(model)
         return
+    if not model.strip():
+        raise ModelNotFoundError(f"model is {model!r}; give a name, folder or file")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -107,8 +109,30 @@ def check_source(model: str) -> None:
         )
     elif path.is_file() and path.suffix != ".gguf":
         raise ModelNotFoundError(f"{model!r} is a file, but no .gguf; give its folder or a GGUF file")
-    elif not model.strip():
-        raise ModelNotFoundError(f"model is {model!r}; give a name, folder or file")
+
+
+def check_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """The torch dtype of a name.
+
+    Raises:
+        InvalidRequestError: torch has no such floating-point dtype.
+    """
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(resolved, torch.dtype) and resolved.is_floating_point):
+        raise InvalidRequestError(f"unknown dtype {dtype!r}; use float32, bfloat16 or float16")
+    return resolved
+
+
+def check_device(device: str | torch.device | None) -> torch.device | None:
+    """The torch device of a name.
+
+    Raises:
+        InvalidRequestError: torch knows no such device.
+    """
+    try:
+        return torch.device(device) if device is not None else None
+    except RuntimeError as error:
+        raise InvalidRequestError(f"unknown device {device!r}; use 'cpu', 'cuda', 'cuda:0', ...") from error
 
 
 def _sha256(path: Path, report: Callable[[int], None]) -> str:
@@ -254,17 +278,11 @@ def load_model(
 
     Raises:
         ModelNotFoundError: there is no such model, or it cannot be had.
-        ValueError: an unknown dtype.
+        InvalidRequestError: an unknown dtype or device.
     """
     check_source(model)
-    target = (
-        torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    if isinstance(dtype, str):
-        resolved = getattr(torch, dtype, None)
-        if not isinstance(resolved, torch.dtype):
-            raise ValueError(f"unknown dtype {dtype!r}; use float32, bfloat16 or float16")
-        dtype = resolved
+    target = check_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = check_dtype(dtype)
     source = model
     if model in PACKAGED_MODELS:
         packaged = PACKAGED_MODELS[model]

@@ -233,6 +233,7 @@ class SharedKVPool:
     def release(self, segment: KVSegment) -> None:
         """Gives one handle of :meth:`build` back. The segment goes when its last handle and its last lease have gone."""
         key = (segment.identity, segment.codec)
+        self.sweep()
         with self._lock:
             if self._handles.get(key, 0) > 0:
                 self._handles[key] -= 1
@@ -257,7 +258,7 @@ class SharedKVPool:
         It holds a lease until it is released or collected. Make a new one for every call.
         """
         chosen = segment or self.segment
-        return PooledCache(chosen, self.lease(chosen))
+        return PooledCache(chosen, lambda cache: self.lease(chosen, owner=cache))
 
     def inputs(self, question: str | Sequence[str], segment: KVSegment | None = None) -> dict[str, torch.Tensor]:
         """Ids and mask that continue the context with one question or a batch of them.
@@ -299,6 +300,7 @@ class SharedKVPool:
     @property
     def num_leases(self) -> int:
         """Readers at this moment."""
+        self.sweep()
         with self._lock:
             return sum(len(leases) for leases in self._leases.values())
 
