@@ -226,16 +226,11 @@ class ChatPolyKV(BaseChatModel):
             if progress is not None:
                 progress(phase, done, total)
 
-        def share() -> SharedContext:
-            shared = self.share(context, codec=codec, progress=report)
-            if abandoned.is_set():
-                shared.release()
-            return shared
-
         try:
-            return await asyncio.to_thread(share)
+            return await asyncio.to_thread(self.share, context, codec=codec, progress=report)
         except asyncio.CancelledError:
-            abandoned.set()  # the thread cannot be stopped, but it will leave nothing behind
+            # The thread goes on to its next report; a context that is finished meanwhile is collected, and so given back.
+            abandoned.set()
             raise
 
     def with_context(self, context: SharedContext | None) -> ChatPolyKV:

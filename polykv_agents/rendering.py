@@ -219,7 +219,9 @@ class Renderer:
         texts = [self.text([*turns, *continuation]) for continuation in continuations]
         common = commonprefix(texts)  # noqa: RUF071  (letter by letter is what is wanted)
         shared = [column[0] for column in takewhile(_all_equal, zip(*map(self._encode, texts), strict=False))]
-        if not shared or any(turn["content"].strip() not in common for turn in turns):
+        # templates may leave out parts of an answer (its thoughts), but never of what was asked or given
+        given = [turn["content"].strip() for turn in turns if turn["role"] != "assistant"]
+        if not shared or any(content not in common for content in given):
             raise InvalidRequestError(
                 "this chat template does not put the shared context first, so nothing can be shared; pass another one as "
                 "chat_template=..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 from polykv.errors import ContextReleasedError
@@ -12,7 +13,7 @@ from polykv_agents.rendering import Turn
 class SharedContext:
     """What :meth:`ChatPolyKV.share` returns: immutable, hashable, cheap to pass around.
 
-    Use it as a context manager or call :meth:`release`; the pool frees the bytes when the last handle and the last
+    Use it as a context manager or call :meth:`release` (a handle that is forgotten is given back too); the pool frees the bytes when the last handle and the last
     reader have gone. It lives in one process: keep it in a closure or in LangGraph's runtime context, not in graph state.
     """
 
@@ -20,7 +21,8 @@ class SharedContext:
         self._pool = pool
         self._segment = segment
         self._turns = tuple(turns)
-        self._released = False
+        self._give_back = weakref.finalize(self, pool.forget, segment)
+        self._give_back.atexit = False
 
     @property
     def id(self) -> str:
@@ -65,12 +67,11 @@ class SharedContext:
     @property
     def released(self) -> bool:
         """Whether this handle has been given back."""
-        return self._released
+        return not self._give_back.alive
 
     def release(self) -> None:
         """Gives this handle back. Idempotent; requests that are running finish."""
-        if not self._released:
-            self._released = True
+        if self._give_back.detach() is not None:
             self._pool.release(self._segment)
 
     def reading(self) -> tuple[KVSegment, tuple[Turn, ...]]:
@@ -79,7 +80,7 @@ class SharedContext:
         Raises:
             ContextReleasedError: the handle has been released.
         """
-        if self._released:
+        if self.released:
             raise ContextReleasedError(
                 f"the shared context {self.id[:12]} has been released; call share() again for a new handle"
             )
@@ -98,7 +99,7 @@ class SharedContext:
         return hash((self.id, self.codec))
 
     def __repr__(self) -> str:
-        state = ", released" if self._released else ""
+        state = ", released" if self.released else ""
         return f"SharedContext({self.id[:12]}, {self.num_tokens} tokens, codec={self.codec!r}{state})"
 
     def __copy__(self) -> SharedContext:

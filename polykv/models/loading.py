@@ -127,12 +127,15 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     """The torch device of a name.
 
     Raises:
-        InvalidRequestError: torch knows no such device.
+        InvalidRequestError: torch knows no such device, or there is none.
     """
     try:
-        return torch.device(device) if device is not None else None
-    except RuntimeError as error:
-        raise InvalidRequestError(f"unknown device {device!r}; use 'cpu', 'cuda', 'cuda:0', ...") from error
+        return torch.empty(0, device=device).device if device is not None else None
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        reason = str(error).splitlines()[0]
+        raise InvalidRequestError(
+            f"device {device!r} cannot be used: {reason} Use 'cpu', 'cuda', 'cuda:0', ..."
+        ) from error
 
 
 def _sha256(path: Path, report: Callable[[int], None]) -> str:

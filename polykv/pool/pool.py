@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class SharedKVPool:
         self._handles: dict[_Key, int] = {}
         self._leases: dict[_Key, list[Lease]] = {}
         self._building: dict[_Key, threading.Event] = {}
+        self._forgotten: queue.SimpleQueue[KVSegment] = queue.SimpleQueue()
         self._hits = self._misses = self._builds = 0
 
     @classmethod
@@ -148,6 +150,7 @@ class SharedKVPool:
         """
         chosen = get_codec(codec) if codec is not None else self.codec
         check_context(self.model, token_ids, chosen)
+        self.sweep()
         key = (segment_identity(self.identity, token_ids), chosen.name)
         while True:
             with self._lock:
@@ -232,12 +235,19 @@ class SharedKVPool:
 
     def release(self, segment: KVSegment) -> None:
         """Gives one handle of :meth:`build` back. The segment goes when its last handle and its last lease have gone."""
-        key = (segment.identity, segment.codec)
         self.sweep()
         with self._lock:
-            if self._handles.get(key, 0) > 0:
-                self._handles[key] -= 1
-            self._drop_if_unused(key)
+            self._give_handle_back(segment)
+
+    def _give_handle_back(self, segment: KVSegment) -> None:
+        key = (segment.identity, segment.codec)
+        if self._handles.get(key, 0) > 0:
+            self._handles[key] -= 1
+        self._drop_if_unused(key)
+
+    def forget(self, segment: KVSegment) -> None:
+        """As :meth:`release`, for finalizers: takes no lock, and takes effect at the next :meth:`sweep`."""
+        self._forgotten.put(segment)
 
     def _drop_if_unused(self, key: _Key) -> None:
         if self._handles.get(key) == 0 and key not in self._leases:
@@ -245,8 +255,10 @@ class SharedKVPool:
             self._handles.pop(key, None)
 
     def sweep(self) -> int:
-        """Takes back the leases whose owners are gone; returns how many there were."""
+        """Takes back forgotten handles, and the leases whose owners are gone; returns how many leases there were."""
         with self._lock:
+            while not self._forgotten.empty():
+                self._give_handle_back(self._forgotten.get())
             orphans = [lease for leases in self._leases.values() for lease in leases if lease.orphaned]
             for lease in orphans:
                 lease.release()
