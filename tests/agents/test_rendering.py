@@ -66,6 +66,13 @@ MISTRAL = (  # v0.1: the system message belongs to the first user turn
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL_LAST = MISTRAL.replace("loop.first", "loop.last")  # v0.3: to the last user turn
+QWEN3 = (  # thoughts are left out of earlier answers
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 QWEN = (  # puts a system message of its own where there is none
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}" + CHATML
@@ -146,10 +153,6 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 def turns_of(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [turn(*pair) for pair in pairs]
-
-
-def xfails(reason: str, **condition: Any) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason, **condition)
 
 
 # ----------------------------------------------------------------------------------------------- messages
@@ -286,16 +289,8 @@ def test_turns_of_a_shared_context(context: Any, turns: list[dict[str, str]]) ->
         ([b"bytes"], "bytes"),
         (["a", HumanMessage("b")], "HumanMessage, str"),
         ([HumanMessage([{"type": "image_url", "image_url": "x"}])], "image_url"),
-        pytest.param(
-            ["", "  "],
-            "empty or white space",
-            marks=xfails("the labels '[Document 1]' hide that all texts are empty"),
-        ),
-        pytest.param(
-            [Document(""), Document("\n")],
-            "empty or white space",
-            marks=xfails("the labels '[Document 1]' hide that all texts are empty"),
-        ),
+        (["", "  "], "empty or white space"),
+        ([Document(""), Document("\n")], "empty or white space"),
     ],
 )
 def test_nothing_to_share_is_refused(context: Any, message: str) -> None:
@@ -345,7 +340,6 @@ def test_no_messages_and_no_template_are_refused() -> None:
         Renderer(tiny_tokenizer(chat_template=None))
 
 
-@xfails("a dict of named templates is passed on as if it were one", raises=TypeError)
 def test_a_tokenizer_with_named_templates_uses_its_default() -> None:
     tokenizer = tiny_tokenizer()
     want = Renderer(tokenizer).text([turn("user", "x")])
@@ -360,7 +354,6 @@ def test_a_template_that_puts_something_else_first_is_refused(name: str) -> None
         renderer.shared_ids([turn("system", "The bond of the merchant, before the court.")])
 
 
-@xfails("only the first turn is looked for, and an empty one is found anywhere")
 def test_an_empty_first_turn_does_not_hide_that_nothing_is_shared() -> None:
     renderer = Renderer(TOKENIZERS["gpt2"], NOT_SHARING["length-first"])
     with pytest.raises(InvalidRequestError, match="does not put the shared context first"):
@@ -462,21 +455,25 @@ def test_a_shared_conversation_starts_every_prompt(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("text", ["the bond", "it", "日", "x\n", pytest.param("the bond.", id="merges")])
-def test_a_short_text_can_be_shared(text: str, name: str, request: pytest.FixtureRequest) -> None:
-    if name == "llama3" and text == "the bond.":
-        request.applymarker(xfails("'.\\n\\n' is one token (Llama 3, Qwen), and the template gets the blame"))
+@pytest.mark.parametrize("text", ["the bond", "it", "日", "x\n", "the bond."])
+def test_a_short_text_can_be_shared(text: str, name: str) -> None:
+    """Also where its last full stop is one token with the line breaks after it, as with Llama 3 and Qwen."""
     renderer = RENDERERS["chatml", name]
     check_prefix(renderer, TOKENIZERS[name], shared_turns(text), [turn("user", "Who?")])
 
 
-@xfails("the probes have one user turn each, so the later move of the text is not seen")
 def test_a_template_that_moves_the_system_message_to_the_last_turn_still_shares() -> None:
     """Mistral v0.3 and later: in a conversation the text comes after the history, so each call prefills it."""
     tokenizer = TOKENIZERS["gpt2"]
     renderer = Renderer(tokenizer, MISTRAL_LAST)
     own = [turn("user", "Who?"), turn("assistant", "He."), turn("user", "Why?")]
     check_prefix(renderer, tokenizer, shared_turns("This bond, between merchant and moneylender."), own)
+
+
+def test_a_conversation_with_thoughts_that_the_template_leaves_out_can_be_shared() -> None:
+    renderer = Renderer(TOKENIZERS["gpt2"], QWEN3)
+    shared = turns_of(("user", "Who owes?"), ("assistant", "<think>\nThe bond says so.\n</think>\n\nThe merchant."))
+    check_prefix(renderer, TOKENIZERS["gpt2"], shared, [turn("user", "Why?")])
 
 
 @pytest.mark.parametrize(
@@ -501,7 +498,6 @@ def test_texts_in_every_script_round_trip(text: str, name: str) -> None:
     )
 
 
-@xfails("the tokenizer's TypeError comes through as it is", raises=TypeError)
 def test_half_a_surrogate_pair_is_refused_clearly() -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         RENDERERS["chatml", "gpt2"].ids([turn("user", "read with surrogateescape: \udcff")])
