@@ -175,34 +175,28 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
             "weights": 2 * stat.st_size,
             "save": stat.st_size,
         }
-        total = sum(units.values())
-        bar = tqdm(
-            total=total,
-            desc=f"Converting {path.name}",
-            unit="B",
-            unit_scale=True,
-            disable=progress is not None,
-        )
-        done = 0
+        total, done = sum(units.values()), 0
+        shown = progress is None
+        with tqdm(total=total, desc=f"Converting {path.name}", unit="B", unit_scale=True, disable=not shown) as bar:
 
-        def advance(phase: str, amount: int) -> None:
-            nonlocal done
-            done += amount
-            bar.set_postfix_str(phase)
-            bar.update(amount)
-            if progress is not None:
-                progress("convert", done, total)
+            def advance(phase: str, amount: int) -> None:
+                nonlocal done
+                done += amount
+                bar.set_postfix_str(phase)
+                bar.update(amount)
+                if progress is not None:
+                    progress("convert", done, total)
 
-        digest = _sha256(path, lambda n: advance("verify", n))
-        if expected_sha256 is not None and digest != expected_sha256:
-            raise ModelNotFoundError(
-                f"{path} has SHA-256 {digest}, expected {expected_sha256}: the file is damaged or another version; reinstall it"
-            )
-        folder = root / f"{path.stem}-{digest[:12]}-v{CONVERSION_VERSION}"
-        if not (folder / "config.json").is_file():
-            with _transformers_bars(shown=progress is None):
-                _convert(path, folder, lambda phase: advance(phase, units[phase]))
-        bar.close()
+            digest = _sha256(path, lambda n: advance("verify", n))
+            if expected_sha256 is not None and digest != expected_sha256:
+                raise ModelNotFoundError(
+                    f"{path} has SHA-256 {digest}, expected {expected_sha256}: the file is damaged or another version; "
+                    "reinstall it"
+                )
+            folder = root / f"{path.stem}-{digest[:12]}-v{CONVERSION_VERSION}"
+            if not (folder / "config.json").is_file():
+                with _transformers_bars(shown=shown):
+                    _convert(path, folder, lambda phase: advance(phase, units[phase]))
         stamp.write_text(digest)
         return folder
 
@@ -252,6 +246,9 @@ def _convert(path: Path, folder: Path, advance: Callable[[str], None]) -> None:
         model.save_pretrained(temporary)
         advance("save")
         os.replace(temporary, folder)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelNotFoundError(f"{path} cannot be read as a GGUF model: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
