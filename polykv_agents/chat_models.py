@@ -461,16 +461,27 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     outcome: list[T] = []
     failure: list[BaseException] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+
+    async def main() -> T:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await coroutine
 
     def target() -> None:
         try:
-            outcome.append(asyncio.run(coroutine))
+            outcome.append(asyncio.run(main()))
         except BaseException as error:
             failure.append(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(target,), name="polykv-batch")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: the requests must not go on without their caller
+        for loop, task in running:
+            if task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+        raise
     if failure:
         raise failure[0]
     return outcome[0]

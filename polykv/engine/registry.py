@@ -7,6 +7,7 @@ as long as there are engines.
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
 import threading
@@ -125,7 +126,7 @@ class EngineReference:
             self._entry = _entries.setdefault(spec, _Entry())
             self._entry.references += 1
             _start_reaper()
-        self._finalizer = weakref.finalize(self, _abandoned.put, (spec, self._entry))
+        self._finalizer = weakref.finalize(self, _abandon, spec, self._entry)
         self._finalizer.atexit = False
 
     def engine(self, progress: ProgressCallback | None = None) -> Engine:
@@ -180,6 +181,10 @@ class EngineReference:
         return EngineReference, (self.spec,)
 
 
+def _abandon(spec: EngineSpec, entry: _Entry) -> None:
+    _abandoned.put((spec, entry))
+
+
 def _start_reaper() -> None:
     global _reaper
     if _reaper is None:
@@ -197,6 +202,17 @@ def _reap() -> None:
             if not _entries and _abandoned.empty():
                 _reaper = None
                 return
+
+
+def _forget_parent() -> None:
+    """A forked child has none of the parent's threads, and perhaps a lock that one of them held."""
+    global _lock, _abandoned, _reaper
+    _lock, _abandoned, _reaper = threading.Lock(), queue.SimpleQueue(), None
+    _entries.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _release(spec: EngineSpec, entry: _Entry, *, wait: bool) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import logging
 import operator
+import os
 import pickle
 import sys
 import threading
@@ -1704,3 +1705,13 @@ def test_chat_models_module_keeps_its_promise_about_keywords() -> None:
     assert chat_models.CALL_KEYWORDS == ("temperature", "top_p", "max_tokens", "stop", "seed")
     assert set(chat_models.CALL_KEYWORDS) <= set(ChatPolyKV.model_fields)
     assert len(list(itertools.chain(BAD_INPUT))) >= 30
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_with_an_empty_registry(llm: ChatPolyKV) -> None:
+    llm.load()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not registry._entries and registry._reaper is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert llm.invoke(QUESTION, max_tokens=1).usage_metadata is not None
