@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from polykv.engine.runner import ModelRunner
 from polykv.engine.scheduler import Scheduler, Sequence, Work
 from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
 from polykv.models.loading import ProgressCallback
+from polykv.models.support import embedding_weight
 from polykv.pool.pool import SharedKVPool, check_length
 from polykv.pool.segment import KVSegment
 
@@ -74,7 +76,6 @@ class _BuildJob:
     codec: str | Codec | None
     events: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
     cancelled: bool = False
-    steps: Any = None
 
 
 def check_at_least_one(**values: int | None) -> None:
@@ -131,6 +132,7 @@ class Engine:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._builds: list[_BuildJob] = []
+        self._building: Generator[tuple[str, int, int], None, KVSegment] | None = None
         self._thread: threading.Thread | None = None
         self._closed: BaseException | None = None
         self._pid = os.getpid()
@@ -149,6 +151,7 @@ class Engine:
             ContextReleasedError: the segment is no longer in the pool.
             EngineClosedError: the engine is closed, has died, or was made before a fork.
         """
+        self._check_process()
         self._check_request(request)
         handle = RequestHandle(request)
         # leased from now on: a context released while the request waits must still be there when its turn comes
@@ -157,9 +160,10 @@ class Engine:
         try:
             with self._changed:
                 self._check_open()
-                self._scheduler.waiting.append(sequence)
                 self._ensure_thread()
-        except EngineClosedError:
+                self._scheduler.waiting.append(sequence)
+                self._changed.notify()
+        except BaseException:
             sequence.release()
             raise
         return handle
@@ -173,6 +177,12 @@ class Engine:
     def _check_request(self, request: Request) -> None:
         context = request.segment.num_tokens if request.segment is not None else 0
         own = len(request.token_ids) - context
+        vocabulary = embedding_weight(self.model).shape[0]
+        outside = [token for token in request.token_ids[context:] if not 0 <= token < vocabulary]
+        if outside:
+            raise InvalidRequestError(
+                f"token ids must lie in [0, {vocabulary}), got {outside[0]}; was another tokenizer used?"
+            )
         if request.segment is not None:
             head = torch.tensor(request.token_ids[:context], dtype=torch.int32)
             if head.shape != request.segment.token_ids.shape or not torch.equal(head, request.segment.token_ids):
@@ -203,11 +213,13 @@ class Engine:
             InvalidRequestError, PromptTooLongError, UnknownCodecError: see :meth:`SharedKVPool.build`.
             EngineClosedError: the engine is closed.
         """
+        self._check_process()
         job = _BuildJob(token_ids, codec)
         with self._changed:
             self._check_open()
-            self._builds.append(job)
             self._ensure_thread()
+            self._builds.append(job)
+            self._changed.notify()
         try:
             while True:
                 kind, value = job.events.get()
@@ -252,12 +264,15 @@ class Engine:
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
+        """Before any lock is taken: in a forked child the parent's may be held for ever."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
-                "this engine was made before a fork and its thread did not survive; make the model in the child process, or "
-                "use threads, asyncio or the 'spawn' start method"
+                "this engine was made before a fork and its thread did not survive; make the chat model in the child process, "
+                "or use threads, asyncio or the 'spawn' start method"
             )
+
+    def _check_open(self) -> None:
         if self._closed is not None:
             raise EngineClosedError(str(self._closed)) from self._closed
 
@@ -265,9 +280,9 @@ class Engine:
 
     def _ensure_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="polykv-engine", daemon=True)
-            self._thread.start()
-        self._changed.notify()
+            thread = threading.Thread(target=self._run, name="polykv-engine", daemon=True)
+            thread.start()  # may fail: then there is no thread, and the next request tries again
+            self._thread = thread
 
     def _run(self) -> None:
         if self._num_threads is not None:
@@ -284,6 +299,9 @@ class Engine:
             logger.exception("the engine's thread died")
             self._die(EngineClosedError(f"the engine died: {type(error).__name__}: {error}"))
             raise
+        finally:
+            if self._building is not None:  # only this thread may close what it runs
+                self._building.close()
 
     def _wait_for_work(self) -> bool:
         """False ends the thread: closed, or idle for a while."""
@@ -335,16 +353,17 @@ class Engine:
         try:
             if job.cancelled:
                 raise RequestCancelledError("nobody waits for this build any more")
-            if job.steps is None:
-                job.steps = self.pool.build_steps(job.token_ids, job.codec)
-            event = ("progress", next(job.steps))
+            if self._building is None:
+                self._building = self.pool.build_steps(job.token_ids, job.codec)
+            event = ("progress", next(self._building))
         except StopIteration as stop:
             event = ("done", stop.value)
         except Exception as error:
             event = ("error", error)
         if event[0] != "progress":
-            if job.steps is not None:
-                job.steps.close()
+            if self._building is not None:
+                self._building.close()
+                self._building = None
             with self._lock:
                 if job in self._builds:
                     self._builds.remove(job)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from polykv.engine.scheduler import Work
-from polykv.models.attention import VIEW_KEY, model_lock, no_mask
+from polykv.models.attention import VIEW_KEY, check_attached, exclusively, no_mask
 from polykv.models.support import embedding_weight
 from polykv.pool.segment import KVSegment
 from polykv_kernels import ops
@@ -103,6 +103,9 @@ class ModelRunner:
 
         Returns:
             Logits ``[n, V]`` of the last row of each piece of work, in order.
+
+        Raises:
+            IncompatiblePoolError: the model's attention implementation was changed and would ignore the view.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -113,7 +116,8 @@ class ModelRunner:
             positions.extend(range(sequence.position, sequence.position + work.rows))
             last_rows.append(len(ids) - 1)
         row_positions = torch.tensor(positions, device=self.device)
-        with model_lock(self.model), torch.inference_mode():
+        check_attached(self.model)
+        with exclusively(self.model), torch.inference_mode():
             output = self.model(
                 input_ids=torch.tensor([ids], device=self.device),
                 position_ids=row_positions[None],

@@ -11,6 +11,9 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWar
 from polykv.engine.request import SamplingParams
 from polykv.errors import NonFiniteLogitsError
 
+MIN_TEMPERATURE = 1e-6
+"""Lower ones draw the most likely token all the same, and float32 cannot divide by all of them."""
+
 
 class Sampler:
     """Owns one request's random generator, so that its draws do not depend on what else runs.
@@ -23,7 +26,7 @@ class Sampler:
         self._warpers: list[LogitsProcessor] = []
         self._generator: torch.Generator | None = None
         if params.temperature > 0:
-            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+            self._warpers.append(TemperatureLogitsWarper(max(float(params.temperature), MIN_TEMPERATURE)))
             if params.top_p < 1:
                 self._warpers.append(TopPLogitsWarper(params.top_p))
             seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -47,6 +50,7 @@ class Sampler:
         if self._generator is None:
             return int(logits.argmax())
         row = logits.detach().to("cpu", torch.float32)[None]
+        row = row - row.max()  # so that no division by a small temperature overflows to infinity
         for warper in self._warpers:
             row = warper(None, row)  # these two read no ids
         return int(torch.multinomial(row.softmax(dim=-1), 1, generator=self._generator))

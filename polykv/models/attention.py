@@ -10,6 +10,9 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,18 +83,51 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
         return _locks.setdefault(model, threading.RLock())
 
 
+@contextmanager
+def exclusively(model: PreTrainedModel) -> Iterator[None]:
+    """Holds :func:`model_lock`, with the model in evaluation mode: dropout must reach neither a pool nor an answer."""
+    with model_lock(model):
+        was_training = model.training
+        if was_training:
+            model.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                model.train()
+
+
+def check_attached(model: PreTrainedModel) -> None:
+    """Refuses a model whose attention would ignore a pool.
+
+    Raises:
+        IncompatiblePoolError: the attention implementation was changed after :func:`attach`.
+    """
+    current = model.config._attn_implementation
+    if current != ATTENTION_NAME:
+        raise IncompatiblePoolError(
+            f"the model's attention implementation is {current!r}, which would ignore the pool; it must be "
+            f"{ATTENTION_NAME!r} (without a pool that is sdpa). Call polykv.attach(model) again"
+        )
+
+
 class _ChecksInputs(Protocol):
-    def check_forward(self, model: PreTrainedModel, input_length: int, mask: Tensor | None) -> None: ...
+    def check_forward(self, model: PreTrainedModel, inputs: Tensor, mask: Tensor | None) -> None: ...
 
     def check_generate(self, input_ids: Tensor | None, mask: Tensor | None) -> None: ...
 
 
 def _pooled_cache(kwargs: dict[str, Any]) -> _ChecksInputs | None:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    return cache if hasattr(cache, "check_generate") else None
+    caches = [kwargs[name] for name in ("cache", "past_key_values") if name in kwargs]
+    pooled = [cache for cache in caches if hasattr(cache, "check_generate")]
+    if pooled and len(caches) > 1:
+        raise IncompatiblePoolError(
+            "both cache= and past_key_values= were given; give the pool's cache as cache= alone"
+        )
+    return pooled[0] if pooled else None
 
 
-def _check_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_forward(owner: PreTrainedModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: a wrong mask length is silently padded by transformers, so it must be caught here."""
     cache = _pooled_cache(kwargs)
     if cache is None:
@@ -100,14 +136,21 @@ def _check_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     if inputs is None:
         inputs = kwargs.get("inputs_embeds")
     if isinstance(inputs, Tensor):
-        cache.check_forward(model, inputs.shape[1], kwargs.get("attention_mask"))
+        check_attached(owner)
+        cache.check_forward(owner, inputs, kwargs.get("attention_mask"))
 
 
-_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+_REFUSED_IN_GENERATE = {
+    "assistant_model": "assisted decoding in transformers gives wrong tokens on any cache that is filled beforehand",
+    "prompt_lookup_num_tokens": "assisted decoding in transformers gives wrong tokens on any cache that is filled beforehand",
+    "assistant_early_exit": "assisted decoding in transformers gives wrong tokens on any cache that is filled beforehand",
+    "custom_generate": "a custom loop may not know of caches that are filled beforehand",
+    "position_ids": "they follow from the attention mask",
+}
 
 
 class _CheckedGenerate:
-    """``model.generate`` of one model object, with the ids checked against the pool first.
+    """``model.generate`` of one model object, with its arguments checked against the pool first.
 
     ``generate`` decides by lengths alone whether it was given the document again or only the question; a wrong guess is
     silent. An object and not a closure, so that a copied or pickled model generates with its own weights.
@@ -123,16 +166,19 @@ class _CheckedGenerate:
     def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         cache = _pooled_cache(kwargs)
         if cache is not None:
-            refused = [name for name in _ASSISTED if kwargs.get(name) is not None]
-            if refused:
-                raise IncompatiblePoolError(
-                    f"{refused[0]} cannot be used with a pool: assisted decoding in transformers gives wrong tokens on any cache "
-                    "that is filled before generate() starts; leave it out"
-                )
+            self._check_options(kwargs)
             ids = inputs if inputs is not None else kwargs.get("input_ids")
             cache.check_generate(ids, kwargs.get("attention_mask"))
         generate: Any = type(self._model).generate  # type: ignore[attr-defined]
         return generate(self._model, inputs, *args, **kwargs)
+
+    def _check_options(self, kwargs: dict[str, Any]) -> None:
+        config = kwargs.get("generation_config") or self._model.generation_config
+        for name, reason in _REFUSED_IN_GENERATE.items():
+            if kwargs.get(name) is not None or getattr(config, name, None) is not None:
+                raise IncompatiblePoolError(f"{name} cannot be used with a pool: {reason}; leave it out")
+        if kwargs.get("use_cache", getattr(config, "use_cache", None)) is False:
+            raise IncompatiblePoolError("use_cache=False cannot be used with a pool, which is a cache; leave it out")
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -143,10 +189,12 @@ def attach(model: PreTrainedModel) -> None:
     """
     check_supported(model)
     with _guard:
+        if model.config._attn_implementation != ATTENTION_NAME:
+            model.set_attn_implementation(ATTENTION_NAME)
         if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
             return
-        model.set_attn_implementation(ATTENTION_NAME)
-        model.register_forward_pre_hook(_check_forward, with_kwargs=True)
+        # on the inner model, which every forward goes through; partial() and not a closure, for copies' sake
+        model.base_model.register_forward_pre_hook(partial(_check_forward, model), with_kwargs=True)
         model.__dict__["generate"] = _CheckedGenerate(model)
 
 

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from polykv.pool.segment import KVSegment
 
 
+_HIDES_POOL = (
+    "the attention mask hides tokens of the shared pool, which every reader sees whole; its part over the pool must be "
+    "all ones. Use pool.inputs(question)"
+)
+
+
 class _PooledLayerView:
     """See :class:`polykv.models.attention.LayerView`; one batch of rows over one segment and their own tails."""
 
@@ -49,6 +55,9 @@ class _PooledLayerView:
                 raise IncompatiblePoolError(
                     f"the 4D attention mask covers {mask.shape[-1]} keys, but pool and tail hold {tail.get_seq_length()}"
                 )
+            # a window hides part of the pool by rights, and by position; nothing else may
+            if window is None and not bool(mask[..., : tail.prefix_length].all()):
+                raise IncompatiblePoolError(_HIDES_POOL)
             mask = mask[..., tail.prefix_length :]
         elif rows > 1:
             raise IncompatiblePoolError(
@@ -120,8 +129,8 @@ class PooledCache(Cache):
         """Bytes allocated for the private tails."""
         return sum(tail.nbytes for tail in self.tails)
 
-    def check_forward(self, model: PreTrainedModel, input_length: int, mask: Tensor | None) -> None:
-        """Refuses a model or a mask that does not belong to this cache; called before every forward.
+    def check_forward(self, model: PreTrainedModel, inputs: Tensor, mask: Tensor | None) -> None:
+        """Refuses a model, inputs or a mask that do not belong to this cache; called before every forward.
 
         Raises:
             IncompatiblePoolError: see the message.
@@ -134,12 +143,24 @@ class PooledCache(Cache):
                 f"the pool was built with {self.segment.model.name!r}, which differs from "
                 f"{identity_of(model).name!r} in its {reason}; build a pool with this model"
             )
-        expected = self.get_seq_length() + input_length
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] != expected:
+        if model.training and model.is_gradient_checkpointing:
             raise IncompatiblePoolError(
-                f"attention_mask covers {mask.shape[1]} tokens; it must cover {expected}: {self.get_seq_length()} in the "
-                f"cache and {input_length} new ones. Use pool.inputs(question), or leave the mask out."
+                "gradient checkpointing drops caches, the pool too; call model.eval() or "
+                "model.gradient_checkpointing_disable() first"
             )
+        rows, new, seen = inputs.shape[0], inputs.shape[1], self.get_seq_length()
+        held = self.tails[0].keys
+        if held is not None and held.shape[0] != rows:
+            raise IncompatiblePoolError(f"this cache holds {held.shape[0]} rows, got {rows}; make a new cache")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return
+        if mask.shape != (rows, seen + new):
+            raise IncompatiblePoolError(
+                f"attention_mask is {tuple(mask.shape)} and covers {mask.shape[1]} tokens; it must cover {seen + new}, "
+                f"{seen} in the cache and {new} new ones, in {rows} row(s). Use pool.inputs(question), or leave it out."
+            )
+        if not bool(mask[:, : self.segment.num_tokens].all()):
+            raise IncompatiblePoolError(_HIDES_POOL)
 
     def check_generate(self, input_ids: Tensor | None, mask: Tensor | None) -> None:
         """Refuses ids that ``generate`` would slice wrongly; called at the start of ``generate``.
@@ -153,6 +174,11 @@ class PooledCache(Cache):
         seen, given = self.get_seq_length(), input_ids.shape[1]
         if mask is not None and mask.shape[1] == seen + given and given > 0:
             return  # the question alone, with a mask over pool and question
+        if seen > self.segment.num_tokens and given > 0:
+            raise IncompatiblePoolError(
+                f"the cache holds {seen - self.segment.num_tokens} tokens of an earlier call after the document; make a new "
+                f"cache, or give the new tokens alone with a mask over {seen} + {given} tokens"
+            )
         document = self.segment.token_ids.to(device=input_ids.device, dtype=input_ids.dtype)
         starts_with_document = given > seen and bool((input_ids[:, : document.shape[0]] == document).all())
         if not starts_with_document or (mask is not None and mask.shape[1] != given):

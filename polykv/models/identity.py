@@ -43,6 +43,7 @@ class ModelIdentity:
         model_type: ``config.model_type``.
         revision: commit of a hub download, else empty.
         weights: digest over every parameter's name, shape, dtype and a sample of its values.
+        config: canonical JSON of what else in the configuration changes keys and values (windows, norms, head counts).
         rope: canonical JSON of the RoPE parameters.
         adapter: active adapters, else empty.
         tokenizer: digest of the tokenizer, else empty when only token ids are known.
@@ -52,6 +53,7 @@ class ModelIdentity:
     model_type: str
     revision: str
     weights: str
+    config: str
     rope: str
     adapter: str
     tokenizer: str
@@ -63,6 +65,7 @@ class ModelIdentity:
             ("model_type", self.model_type.encode()),
             ("revision", self.revision.encode()),
             ("weights", self.weights.encode()),
+            ("config", self.config.encode()),
             ("rope", self.rope.encode()),
             ("adapter", self.adapter.encode()),
             ("tokenizer", self.tokenizer.encode()),
@@ -71,7 +74,7 @@ class ModelIdentity:
 
     def mismatch(self, other: ModelIdentity) -> str | None:
         """Names the first field in which two identities differ, or None. An unknown tokenizer matches any."""
-        for name in ("model_type", "weights", "revision", "rope", "adapter"):
+        for name in ("model_type", "weights", "revision", "config", "rope", "adapter"):
             if getattr(self, name) != getattr(other, name):
                 return name
         if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
@@ -91,6 +94,37 @@ def segment_identity(identity: ModelIdentity, token_ids: Sequence[int], salt: st
 _model_digests: weakref.WeakKeyDictionary[PreTrainedModel, ModelIdentity] = weakref.WeakKeyDictionary()
 _tokenizer_digests: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+
+
+_IRRELEVANT_CONFIG = (
+    "architectures",
+    "attention_dropout",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "rope_parameters",  # a field of its own
+    "tokenizer_class",
+    "torch_dtype",  # the parameters' own dtypes are in the weights' digest
+    "transformers_version",
+    "use_cache",
+)
+
+
+def _config_digest(config: dict[str, Any]) -> str:
+    """Keeps what it does not know: a key too many costs a rebuild, a key too few a wrong answer."""
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in _IRRELEVANT_CONFIG and not key.startswith("_") and not key.endswith("_token_id")
+    }
+    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def _weights_digest(model: PreTrainedModel) -> str:
@@ -137,6 +171,7 @@ def identity_of(model: PreTrainedModel, tokenizer: Any | None = None) -> ModelId
                 model_type=config.model_type,
                 revision=str(getattr(config, "_commit_hash", None) or ""),
                 weights=_weights_digest(model),
+                config=_config_digest(config.to_dict()),
                 rope=json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
                 adapter=",".join(adapters),
                 tokenizer="",

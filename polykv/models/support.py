@@ -88,6 +88,11 @@ def check_supported(model: PreTrainedModel) -> None:
     for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, option, None):
             raise UnsupportedModelError(f"config option {option}={getattr(config, option)!r} is not supported")
+    narrow = [window for window in layer_windows(config) if window is not None and window < 2]
+    if narrow:
+        raise UnsupportedModelError(f"a sliding window of {narrow[0]} lets no token see another; it must be at least 2")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedModelError("the model is on device 'meta' and has no weights; load it onto a real device")
     if not hasattr(model, "generate"):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM"

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,15 +131,16 @@ class SharedKVPool:
         progress: ProgressCallback | None = None,
     ) -> KVSegment:
         """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle."""
-        steps = self.build_steps(token_ids, codec)
-        while True:
-            try:
-                report = next(steps)
-            except StopIteration as stop:
-                segment: KVSegment = stop.value
-                return segment
-            if progress is not None:
-                progress(*report)
+        # closed at once when progress() raises: a traceback that is kept would keep the build's place in the line too
+        with closing(self.build_steps(token_ids, codec)) as steps:
+            while True:
+                try:
+                    report = next(steps)
+                except StopIteration as stop:
+                    segment: KVSegment = stop.value
+                    return segment
+                if progress is not None:
+                    progress(*report)
 
     def build_steps(
         self, token_ids: Sequence[int], codec: str | Codec | None = None
@@ -146,7 +148,7 @@ class SharedKVPool:
         """As :meth:`build`, but as a generator that pauses after every chunk. Concurrent builders of one text wait.
 
         Yields:
-            ``(phase, units done, units in all)``.
+            ``(phase, units done, units in all)``; phase ``"wait"`` while another builder is at the same text.
         """
         chosen = get_codec(codec) if codec is not None else self.codec
         check_context(self.model, token_ids, chosen)
@@ -164,7 +166,8 @@ class SharedKVPool:
                     self._building[key] = threading.Event()
                     self._misses += 1
                     break
-            pending.wait()
+            while not pending.wait(0.02):
+                yield "wait", 0, 1  # an engine goes on with its other requests meanwhile
         try:
             built = yield from build_segment(self.model, self.identity, token_ids, chosen)
             with self._lock:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from polykv.codecs import Codec
 from polykv.errors import InvalidRequestError, PolyKVError, PromptTooLongError
-from polykv.models.attention import model_lock
+from polykv.models.attention import exclusively
 from polykv.models.identity import ModelIdentity, segment_identity
 from polykv.models.support import embedding_weight, head_dim, layer_windows, max_positions
 from polykv_kernels import EncodedKV
@@ -104,6 +105,13 @@ def check_context(model: PreTrainedModel, token_ids: Sequence[int], codec: Codec
     codec.check_head_dim(head_dim(model.config))
 
 
+@contextmanager
+def _no_grad() -> Iterator[None]:
+    """No graph, but ordinary tensors whatever the caller's mode: inference tensors could not be read with gradients on."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def build_segment(
     model: PreTrainedModel,
     identity: ModelIdentity,
@@ -140,13 +148,11 @@ def build_segment(
     device = embedding_weight(model).device
     # without a config: with one, sliding layers would keep only their window, chunk by chunk
     cache = DynamicCache()
-    was_training = model.training
     try:
         for first in range(0, len(ids), chunk_tokens):
             chunk = ids[first : first + chunk_tokens].to(device=device, dtype=torch.long)[None]
             positions = torch.arange(first, first + chunk.shape[1], device=device)[None]
-            with model_lock(model), torch.no_grad():
-                model.eval()  # dropout must not get into a stored cache
+            with exclusively(model), _no_grad():
                 model(input_ids=chunk, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1)
             yield "prefill", first + chunk.shape[1], len(ids)
         prefilled = time.perf_counter()
@@ -158,7 +164,7 @@ def build_segment(
         for index, (layer, window) in enumerate(zip(dense_layers, windows, strict=True)):
             # a token after the segment sees keys at positions > query - window, so window - 1 of the segment's
             start = 0 if window is None else max(0, len(ids) - (window - 1))
-            with torch.no_grad():
+            with _no_grad():
                 keys, values = layer.keys[0, :, start:], layer.values[0, :, start:]
                 try:
                     layers.append(codec.encode(keys, values, torch.arange(start, len(ids))))
@@ -170,7 +176,6 @@ def build_segment(
             layer.reset()
             yield "encode", index + 1, len(windows)
     finally:
-        model.train(was_training)
         cache.reset()
     report = BuildReport(time.perf_counter() - started, prefilled - started, peak)
     identity_hex = segment_identity(identity, [int(i) for i in ids])

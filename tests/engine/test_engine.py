@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import assert_same_tokens, greedy, random_ids, tiny_model
 
-from polykv import Engine, SamplingParams, SharedKVPool
+from polykv import Engine, SamplingParams, SharedKVPool, attach
 from polykv.engine import engine as engine_module
 from polykv.engine.request import RequestHandle
 from polykv.errors import (
@@ -187,6 +187,16 @@ class TestSampling:
         drawn = {engine.generate(DOCUMENT, params).result(60).token_ids for _ in range(4)}
         assert len(drawn) > 1
 
+    @pytest.mark.parametrize("temperature", [1e-8, 1e-38, 1e-45, 5e-324])
+    def test_a_tiny_temperature_is_greedy(self, engine: Engine, temperature: float) -> None:
+        params = SamplingParams(temperature=temperature, top_p=0.9, max_tokens=10)
+        want = engine.generate(DOCUMENT, greedy_params(10)).result(60).token_ids
+        assert engine.generate(DOCUMENT, params).result(60).token_ids == want
+
+    def test_a_huge_temperature_still_draws(self, engine: Engine) -> None:
+        params = SamplingParams(temperature=1e300, max_tokens=10)
+        assert len(engine.generate(DOCUMENT, params).result(60).token_ids) == 10
+
     def test_top_p_near_zero_is_greedy(self, engine: Engine) -> None:
         params = SamplingParams(temperature=1.0, top_p=1e-9, max_tokens=10)
         want = engine.generate(DOCUMENT, greedy_params(10)).result(60).token_ids
@@ -195,8 +205,10 @@ class TestSampling:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"temperature": -0.1}, "temperature must be a number >= 0, got -0.1"),
+            ({"temperature": -0.1}, "temperature must be a finite number >= 0, got -0.1"),
             ({"temperature": float("nan")}, "temperature"),
+            ({"temperature": float("inf")}, "finite"),
+            ({"temperature": 10**400}, "finite"),
             ({"temperature": "hot"}, "'hot'"),
             ({"top_p": 0}, r"top_p must lie in \(0, 1\], got 0"),
             ({"top_p": 1.1}, "1.1"),
@@ -376,6 +388,55 @@ class TestFailures:
             assert_same_tokens(engine.model, prompt, handle.result(60).token_ids, tokens)
         assert engine.pool.num_leases == 0
 
+    def test_a_changed_attention_implementation_is_an_error_and_not_a_wrong_answer(self, engine: Engine) -> None:
+        segment = engine.share(DOCUMENT)
+        want = engine.generate([*DOCUMENT, 5], greedy_params(4), segment).result(60).token_ids
+        engine.model.set_attn_implementation("sdpa")
+        with pytest.raises(IncompatiblePoolError, match=r"is 'sdpa'.*attach"):
+            engine.generate([*DOCUMENT, 5], greedy_params(4), segment).result(60)
+        attach(engine.model)
+        assert engine.generate([*DOCUMENT, 5], greedy_params(4), segment).result(60).token_ids == want
+
+    def test_a_model_in_train_mode_answers_without_dropout(self, make_engine: Any) -> None:
+        model = tiny_model("phi3", resid_pdrop=0.5, embd_pdrop=0.5)
+        engine = make_engine(model)
+        want = engine.generate(DOCUMENT, greedy_params(8)).result(60).token_ids
+        model.train()
+        assert engine.generate(DOCUMENT, greedy_params(8)).result(60).token_ids == want
+        assert model.training
+
+    def test_a_thread_that_cannot_start_fails_the_request_and_not_the_engine(
+        self, engine: Engine, monkeypatch: Any
+    ) -> None:
+        segment = SharedKVPool.build(engine.pool, DOCUMENT)
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                engine.generate([*DOCUMENT, 5], greedy_params(2), segment)
+        assert engine.pool.num_leases == 0
+        assert len(engine.generate([*DOCUMENT, 5], greedy_params(2), segment).result(60).token_ids) == 2
+
+    def test_a_build_that_close_interrupted_frees_its_place(self, engine: Engine) -> None:
+        errors: list[BaseException] = []
+
+        def share() -> None:
+            try:
+                engine.share(random_ids(1900))
+            except EngineClosedError as error:
+                errors.append(error)  # kept, and its frames with it
+
+        thread = threading.Thread(target=share)
+        thread.start()
+        until(lambda: engine._building is not None)
+        engine.close()
+        thread.join(30)
+        if errors:  # else the build was faster than close()
+            assert engine.pool.build(random_ids(1900)).num_tokens == 1900
+
     def test_a_dead_engine_says_so_and_hangs_nobody(self, engine: Engine, monkeypatch: Any) -> None:
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
@@ -404,6 +465,11 @@ class TestBadRequests:
         segment = engine.share(DOCUMENT)
         with pytest.raises(IncompatiblePoolError, match="does not start with the 150 tokens"):
             engine.generate(random_ids(160, seed=5), greedy_params(), segment)
+
+    @pytest.mark.parametrize("bad", [-1, 320, 2**40])
+    def test_ids_outside_the_vocabulary(self, engine: Engine, bad: int) -> None:
+        with pytest.raises(InvalidRequestError, match=rf"\[0, 320\), got {bad}"):
+            engine.generate([*DOCUMENT, bad], greedy_params())
 
     @pytest.mark.parametrize("shared", [True, False])
     def test_nothing_to_compute(self, engine: Engine, shared: bool) -> None:

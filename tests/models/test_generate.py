@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_tokens, decoded_cache, greedy, random_ids, relative_error, tiny_model
+from transformers import GenerationConfig
 
 from polykv import SharedKVPool
 from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError, PromptTooLongError
@@ -203,6 +204,66 @@ class TestWrongInputsAreRefused:
         other = tiny_model("llama", num_key_value_heads=4)
         with pytest.raises(IncompatiblePoolError, match="4 KV heads of 32"):
             other(torch.tensor([QUESTION]), cache=pool.new_cache())
+
+    @pytest.mark.parametrize("dimensions", [2, 4])
+    def test_a_mask_that_hides_part_of_the_pool(self, pool: SharedKVPool, dimensions: int) -> None:
+        mask = question_inputs(pool, QUESTION)["attention_mask"]
+        mask[:, 2:4] = 0
+        if dimensions == 4:
+            mask = mask.bool()[:, None, None, :].expand(1, 1, 9, 15) & torch.ones(9, 15, dtype=torch.bool).tril(6)
+        with pytest.raises(IncompatiblePoolError, match="hides tokens of the shared pool"):
+            pool.model(torch.tensor([QUESTION]), attention_mask=mask, cache=pool.new_cache())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"use_cache": False}, "use_cache=False"),
+            ({"position_ids": torch.arange(9)[None]}, "position_ids"),
+            ({"past_key_values": None}, "both cache= and past_key_values="),
+            ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)}, "prompt_lookup_num_tokens"),
+            ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False"),
+        ],
+        ids=["no cache", "positions", "two caches", "lookup in the config", "no cache in the config"],
+    )
+    def test_options_that_would_go_wrong_silently(
+        self, pool: SharedKVPool, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(IncompatiblePoolError, match=message):
+            pool.model.generate(**question_inputs(pool, QUESTION), cache=pool.new_cache(), **options)
+
+    def test_the_pool_as_old_past_key_values_beside_an_empty_cache(self, pool: SharedKVPool) -> None:
+        with pytest.raises(IncompatiblePoolError, match="both cache= and past_key_values="):
+            pool.model.generate(**question_inputs(pool, QUESTION), cache=None, past_key_values=pool.new_cache())
+
+    def test_the_document_again_on_a_cache_that_has_answered(self, pool: SharedKVPool) -> None:
+        cache = pool.new_cache()
+        pool.model.generate(**question_inputs(pool, QUESTION), cache=cache, max_new_tokens=3)
+        ids = torch.tensor([[*pool.segment.token_ids.tolist(), *random_ids(30, seed=8)]])
+        with pytest.raises(IncompatiblePoolError, match="of an earlier call.*new cache"):
+            pool.model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache)
+
+    def test_another_number_of_rows(self, pool: SharedKVPool) -> None:
+        cache = pool.new_cache()
+        with torch.no_grad():
+            pool.model(torch.tensor([QUESTION, QUESTION]), cache=cache)
+        with pytest.raises(IncompatiblePoolError, match="holds 2 rows, got 1"):
+            pool.model(torch.tensor([QUESTION]), cache=cache)
+
+    def test_the_inner_model_is_checked_too(self, pool: SharedKVPool) -> None:
+        ids = torch.tensor([QUESTION])
+        with pytest.raises(IncompatiblePoolError, match="covers 9 tokens; it must cover 15"):
+            pool.model.model(ids, attention_mask=torch.ones_like(ids), cache=pool.new_cache())
+
+    def test_gradient_checkpointing(self, pool: SharedKVPool) -> None:
+        pool.model.gradient_checkpointing_enable()
+        pool.model.train()
+        with pytest.raises(IncompatiblePoolError, match="gradient checkpointing"):
+            pool.model(torch.tensor([QUESTION[:1]]), cache=pool.new_cache())
+
+    def test_a_changed_attention_implementation(self, pool: SharedKVPool) -> None:
+        pool.model.set_attn_implementation("sdpa")
+        with pytest.raises(IncompatiblePoolError, match=r"is 'sdpa', which would ignore the pool.*attach"):
+            pool.model(torch.tensor([QUESTION[:1]]), cache=pool.new_cache())
 
     def test_an_empty_question(self, pool: SharedKVPool, tokenizer: Any) -> None:
         pool.tokenizer = tokenizer

@@ -64,9 +64,17 @@ def test_generation_equals_sdpa(pair: tuple[Any, Any]) -> None:
 
 def test_attaching_twice_changes_nothing(tiny_llama: Any) -> None:
     attach(tiny_llama)
-    hooks = dict(tiny_llama._forward_pre_hooks)
+    hooks = dict(tiny_llama.model._forward_pre_hooks)
+    assert len(hooks) == 1
     attach(tiny_llama)
-    assert dict(tiny_llama._forward_pre_hooks) == hooks
+    assert dict(tiny_llama.model._forward_pre_hooks) == hooks
+
+
+def test_attaching_again_restores_a_changed_implementation(tiny_llama: Any) -> None:
+    attach(tiny_llama)
+    tiny_llama.set_attn_implementation("sdpa")
+    attach(tiny_llama)
+    assert tiny_llama.config._attn_implementation == "polykv"
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])

@@ -144,6 +144,22 @@ class TestBuild:
         assert not waiting.is_alive()
         assert pool.stats().builds == 1
 
+    def test_a_build_that_its_progress_callback_broke_can_be_repeated(self, tiny_llama: Any) -> None:
+        pool = SharedKVPool(tiny_llama)
+
+        def broken(*event: object) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError) as kept:  # as a notebook keeps the traceback, and with it the frames
+            pool.build(DOCUMENT, progress=broken)
+        assert pool.build(DOCUMENT).num_tokens == len(DOCUMENT)
+        assert kept.tb is not None
+
+    def test_a_pool_built_in_inference_mode_is_read_outside_of_it(self, tiny_llama: Any) -> None:
+        with torch.inference_mode():
+            pool = SharedKVPool.from_token_ids(tiny_llama, DOCUMENT)
+        assert torch.isfinite(tiny_llama(torch.tensor([[5, 6]]), cache=pool.new_cache()).logits).all()
+
     def test_a_segment_is_a_leaf_of_no_graph(self, tiny_llama: Any) -> None:
         segment = SharedKVPool.from_token_ids(tiny_llama, DOCUMENT).segment
         assert all(not t.requires_grad and not t.is_inference() for x in segment.layers for t in x.tensors().values())
@@ -196,27 +212,42 @@ class TestBytes:
 
 class TestIdentity:
     def test_every_field_changes_the_identity(self) -> None:
-        base = ModelIdentity("name", "llama", "rev", "weights", "rope", "adapter", "tokenizer")
+        base = ModelIdentity("name", "llama", "rev", "weights", "config", "rope", "adapter", "tokenizer")
         identities = {segment_identity(base, DOCUMENT)}
-        for name in ("model_type", "revision", "weights", "rope", "adapter", "tokenizer"):
+        for name in ("model_type", "revision", "weights", "config", "rope", "adapter", "tokenizer"):
             identities.add(segment_identity(ModelIdentity(**{**base.__dict__, name: "other"}), DOCUMENT))
         identities.add(segment_identity(base, DOCUMENT, salt="tenant"))
         identities.add(segment_identity(base, DOCUMENT[:-1]))
         identities.add(segment_identity(base, DOCUMENT[1:]))
-        assert len(identities) == 10
+        assert len(identities) == 11
         renamed = ModelIdentity(**{**base.__dict__, "name": "elsewhere"})
         assert segment_identity(renamed, DOCUMENT) in identities
 
     def test_fields_do_not_run_into_each_other(self) -> None:
-        a = ModelIdentity("n", "llama", "ab", "c", "", "", "")
-        b = ModelIdentity("n", "llama", "a", "bc", "", "", "")
+        a = ModelIdentity("n", "llama", "ab", "c", "", "", "", "")
+        b = ModelIdentity("n", "llama", "a", "bc", "", "", "", "")
         assert segment_identity(a, [1]) != segment_identity(b, [1])
 
     def test_identity_is_stable_across_processes_and_releases(self) -> None:
-        identity = ModelIdentity("n", "llama", "", "w", "r", "", "t")
+        identity = ModelIdentity("n", "llama", "", "w", "c", "r", "", "t")
         assert segment_identity(identity, range(3, 103)) == (
-            "7398e6af1f67b8835967ad3eaaf355bc911a56f1c072c060857dc100ca103791"
+            "ee29ec274f719cb08cf7bbf63653e6bba5e12b19227b9928198465b0ea466e57"
         )
+
+    @pytest.mark.parametrize("change", [{"sliding_window": 24}, {"rms_norm_eps": 0.1}, {"hidden_act": "gelu"}])
+    def test_a_configuration_tells_models_of_equal_weights_apart(self, change: dict[str, Any], tokenizer: Any) -> None:
+        pool = SharedKVPool.from_token_ids(tiny_model("mistral"), DOCUMENT)
+        other = tiny_model("mistral", **{k: v for k, v in change.items() if k != "sliding_window"})
+        if "sliding_window" in change:
+            other = tiny_model("mistral", change["sliding_window"])
+        with pytest.raises(IncompatiblePoolError, match="differs in its config"):
+            pool.check_model(other)
+
+    def test_where_a_model_lies_is_not_part_of_its_identity(self, tiny_llama: Any, tmp_path: Any) -> None:
+        tiny_llama.save_pretrained(tmp_path)
+        from transformers import AutoModelForCausalLM
+
+        assert identity_of(AutoModelForCausalLM.from_pretrained(tmp_path)) == identity_of(tiny_llama)
 
     def test_weights_tell_models_apart(self) -> None:
         assert identity_of(tiny_model("llama")) == identity_of(tiny_model("llama"))
@@ -325,6 +356,12 @@ class TestBadInput:
             pool = SharedKVPool.from_token_ids(model, DOCUMENT)
             with torch.no_grad():
                 assert torch.isfinite(model(torch.tensor([[5, 6]]), cache=pool.new_cache()).logits).all()
+
+    def test_models_that_cannot_be_served_are_refused_at_once(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="sliding window of 1"):
+            SharedKVPool(tiny_model("mistral", 1))
+        with pytest.raises(UnsupportedModelError, match="'meta'"):
+            SharedKVPool(tiny_model("llama").to("meta"))
 
     def test_a_model_that_gives_nan_stores_nothing(self, tiny_llama: Any) -> None:
         pool = SharedKVPool(tiny_llama)
