@@ -143,10 +143,10 @@ class PooledCache(Cache):
                 f"the pool was built with {self.segment.model.name!r}, which differs from "
                 f"{identity_of(model).name!r} in its {reason}; build a pool with this model"
             )
-        if model.training and model.is_gradient_checkpointing:
+        if model.training and model.is_activation_checkpointing:
             raise IncompatiblePoolError(
-                "gradient checkpointing drops caches, the pool too; call model.eval() or "
-                "model.gradient_checkpointing_disable() first"
+                "activation checkpointing drops caches, the pool too; call model.eval() or "
+                "model.activation_checkpointing_disable() first"
             )
         rows, new, seen = inputs.shape[0], inputs.shape[1], self.get_seq_length()
         held = self.tails[0].keys

@@ -254,10 +254,10 @@ class TestWrongInputsAreRefused:
         with pytest.raises(IncompatiblePoolError, match="covers 9 tokens; it must cover 15"):
             pool.model.model(ids, attention_mask=torch.ones_like(ids), cache=pool.new_cache())
 
-    def test_gradient_checkpointing(self, pool: SharedKVPool) -> None:
-        pool.model.gradient_checkpointing_enable()
+    def test_activation_checkpointing(self, pool: SharedKVPool) -> None:
+        pool.model.activation_checkpointing_enable()
         pool.model.train()
-        with pytest.raises(IncompatiblePoolError, match="gradient checkpointing"):
+        with pytest.raises(IncompatiblePoolError, match="activation checkpointing"):
             pool.model(torch.tensor([QUESTION[:1]]), cache=pool.new_cache())
 
     def test_a_changed_attention_implementation(self, pool: SharedKVPool) -> None:
