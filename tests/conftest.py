@@ -11,9 +11,6 @@ from helpers import FAMILIES, tiny_model, tiny_tokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
-"""Whether the stated counts are run (``make test-full``) or reduced ones."""
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from transformers import (
 )
 
 from polykv.pool import KVSegment
+
+FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
+"""Whether the stated counts are run (``make test-full``) or reduced ones."""
 
 WINDOW = 24
 FAMILIES: tuple[tuple[str, int | None], ...] = (

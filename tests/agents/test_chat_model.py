@@ -96,16 +96,6 @@ def llm() -> Iterator[ChatPolyKV]:
     made.close()
 
 
-@pytest.fixture
-def ctx(llm: ChatPolyKV) -> SharedContext:
-    return llm.share(DOCUMENT)
-
-
-@pytest.fixture
-def agent(llm: ChatPolyKV, ctx: SharedContext) -> ChatPolyKV:
-    return llm.with_context(ctx)
-
-
 def save_tiny(folder: Path) -> None:
     tiny_model("llama").save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

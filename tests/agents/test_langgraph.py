@@ -51,16 +51,6 @@ def llm() -> Iterator[ChatPolyKV]:
     made.close()
 
 
-@pytest.fixture
-def ctx(llm: ChatPolyKV) -> SharedContext:
-    return llm.share(DOCUMENT)
-
-
-@pytest.fixture
-def agent(llm: ChatPolyKV, ctx: SharedContext) -> ChatPolyKV:
-    return llm.with_context(ctx)
-
-
 @contextmanager
 def slow_steps(llm: ChatPolyKV, seconds: float) -> Iterator[None]:
     """Every forward of the model takes at least this long."""

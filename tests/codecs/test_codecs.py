@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -46,15 +45,6 @@ def exact_decode(encoded: EncodedKV) -> tuple[np.ndarray, np.ndarray]:
 
 def relative_norm(error: np.ndarray, reference: np.ndarray) -> float:
     return float(np.linalg.norm(error) / np.linalg.norm(reference))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For small tensors, waking and waiting for threads takes longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------- oracles, from the formulas and the layout's words

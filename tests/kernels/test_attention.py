@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
@@ -25,15 +24,6 @@ ROWS = (1, 3, 15, 45, 129)
 TOKENS = (1, 63, 64, 65, 511, 512, 513, 1000)  # a tile is 64 tokens, a chunk 512
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-12}  # max|error| / max|reference|
 INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Thousands of small products: waking and waiting for threads takes longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ----------------------------------------------------------------------------------------------------- oracle

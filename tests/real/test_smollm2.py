@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FULL
-from helpers import assert_same_tokens, decoded_cache, demo_document, greedy, relative_error
+from helpers import FULL, assert_same_tokens, decoded_cache, demo_document, greedy, relative_error
 
 from polykv import Engine, SamplingParams, SharedKVPool
 from polykv.engine.request import Request, RequestHandle
