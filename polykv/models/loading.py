@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -25,7 +26,7 @@ from filelock import FileLock
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from platformdirs import user_cache_path
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from polykv.errors import InvalidRequestError, ModelNotFoundError
@@ -207,11 +208,16 @@ def _transformers_bars(*, shown: bool) -> Iterator[None]:
     if shown or not transformers_logging.is_progress_bar_enabled():
         yield
         return
+    bar: Any = getattr(modeling_gguf_pytorch_utils, "tqdm", None)  # this one does not obey the switch below
     transformers_logging.disable_progress_bar()
+    if bar is not None:
+        modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
         transformers_logging.enable_progress_bar()
+        if bar is not None:
+            modeling_gguf_pytorch_utils.tqdm = bar
 
 
 def _hub_can_be_reached() -> bool:
