@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_ids
+from helpers import random_ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polykv import Engine, SamplingParams, SharedKVPool
@@ -78,3 +78,13 @@ def test_the_walk_finds_every_tensor_once() -> None:
     assert live_tensor_bytes(exclude=[kept]) - before == 0
     del kept, views
     assert live_tensor_bytes() == before
+
+
+def test_a_build_never_makes_a_square_of_the_context() -> None:
+    tokens = 6000
+    model = tiny_model("llama", max_position_embeddings=8192)
+    with LargestFloat() as watch:
+        pool = SharedKVPool.from_token_ids(model, random_ids(tokens))
+    assert pool.segment.num_tokens == tokens
+    heads, chunk = 4, 512
+    assert watch.elements <= heads * chunk * tokens  # one chunk's scores at most
