@@ -78,7 +78,7 @@ class Agent:
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
     ) -> str:
         """Continues document and query; the query is raw text and gets no BOS.
@@ -88,7 +88,7 @@ class Agent:
             max_tokens: tokens to generate at most.
             temperature: 0 takes the most likely token.
             top_p: nucleus sampling.
-            stop: the answer ends before the first of these strings.
+            stop: the answer ends before this string, or the first of these.
             seed: seed of the draws.
 
         Returns:
@@ -98,7 +98,9 @@ class Agent:
             InvalidRequestError: an empty query, or a value out of range.
             PromptTooLongError: document, query and max_tokens exceed the model's positions.
         """
-        sampling = SamplingParams(temperature, top_p, max_tokens, tuple(stop), seed)
+        sampling = SamplingParams(
+            temperature, top_p, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop), seed
+        )
         segment = self._engine.pool.segment
         prompt = [*segment.token_ids.tolist(), *question_ids(self._engine.tokenizer, query)]
         handle = self._engine.generate(prompt, sampling, segment)
@@ -112,16 +114,18 @@ def create_agents(pool: SharedKVPool, model: PreTrainedModel, tokenizer: Any, n:
     """Makes ``n`` readers of a pool that share one engine.
 
     Raises:
-        InvalidRequestError: n is below 1.
+        InvalidRequestError: n is below 1, or the tokenizer is none.
         IncompatiblePoolError: model or tokenizer are not the pool's.
     """
     if n < 1:
         raise InvalidRequestError(f"n must be at least 1, got {n}")
+    if not hasattr(tokenizer, "get_vocab"):
+        raise InvalidRequestError(f"tokenizer must be the model's transformers tokenizer, got {tokenizer!r:.60}")
     pool.check_model(model, tokenizer)
     with _lock:
         known = _engines.get(pool)
         engine = known() if known is not None else None
-        if engine is None or engine.closed:
+        if engine is None or engine.closed or (engine.model, engine.tokenizer) != (model, tokenizer):
             engine = Engine(model, tokenizer, pool=pool)
             _engines[pool] = weakref.ref(engine)
     return [Agent(engine, f"agent-{index}") for index in range(n)]

@@ -16,7 +16,7 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from pydantic import ConfigDict, Field, PrivateAttr
 from transformers import PreTrainedModel
 
@@ -24,7 +24,7 @@ from polykv.codecs import DEFAULT_CODEC, get_codec
 from polykv.engine import Completion, Engine, Request, RequestHandle, SamplingParams
 from polykv.engine.engine import DEFAULT_MAX_BATCH
 from polykv.engine.registry import EngineReference, EngineSpec, LoadedModel, register_object
-from polykv.errors import IncompatiblePoolError, InvalidRequestError, RequestCancelledError
+from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
 from polykv.models.loading import DEFAULT_MODEL, ProgressCallback
 from polykv.pool import KVSegment, SharedKVPool
 from polykv_agents.rendering import Renderer, SharedInput, message_turn, shared_turns
@@ -80,7 +80,9 @@ class ChatPolyKV(BaseChatModel):
     supported yet.
     """
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     model: str = DEFAULT_MODEL
     """Alias of a packaged model, hub id, folder, or GGUF file. A loaded model object is accepted with ``tokenizer=``."""
@@ -114,6 +116,8 @@ class ChatPolyKV(BaseChatModel):
     """The context that every call reads; see :meth:`with_context`."""
 
     _reference: EngineReference = PrivateAttr()
+    _is_reader: bool = PrivateAttr(default=False)
+    _is_closed: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
@@ -172,6 +176,8 @@ class ChatPolyKV(BaseChatModel):
         Raises:
             EngineClosedError: this chat model has been closed.
         """
+        if self._is_closed:
+            raise EngineClosedError("this reader has been closed; call with_context() again")
         return self._reference.engine()
 
     @property
@@ -192,12 +198,14 @@ class ChatPolyKV(BaseChatModel):
     ) -> SharedContext:
         """Prefills a context once and compresses it; sharing the same one again finds it.
 
-        Texts and documents become the head of the system message; a list of messages stays the start of the
-        conversation. Where the tokenizer would merge the end of the context with what follows, the last tokens are left
+        Texts and documents become the head of the system message; of several, each is headed by
+        ``[Document 1: title or source, page]`` and empty ones are left out. A list of messages stays the start of the
+        conversation; a reader's own system message then goes before its next user message. What is shared is the given
+        context alone, whatever context this object reads itself. Where the tokenizer would merge the end of the context with what follows, the last tokens are left
         to the readers.
 
         Args:
-            context: a text, texts, documents, or messages.
+            context: a text or document, several of them, or messages (``("human", "...")`` pairs too).
             codec: how to store it; this object's codec by default.
             progress: called with ``"prefill"`` (tokens) or ``"encode"`` (layers), units done and units in all.
 
@@ -254,11 +262,20 @@ class ChatPolyKV(BaseChatModel):
                     + (f" (its {reason} differs)" if reason else "")
                     + "; call share() on this chat model"
                 )
-        return self.model_copy(update={"shared_context": context})
+        reader = self.model_copy(update={"shared_context": context})
+        reader._is_reader = True
+        return reader
 
     def close(self) -> None:
-        """Gives the engine up. The last chat model on it ends its thread and frees weights and pool. Idempotent."""
-        self._reference.close()
+        """Gives the engine up, with every copy of this object. Idempotent.
+
+        When no other chat model uses the engine, its thread ends, and weights and pool are freed. A reader made by
+        :meth:`with_context` does not own the engine: closing it closes that reader alone.
+        """
+        if self._is_reader:
+            self._is_closed = True
+        else:
+            self._reference.close()
 
     # ------------------------------------------------------------------------------------------------ one call
 
@@ -413,6 +430,32 @@ class ChatPolyKV(BaseChatModel):
             **kwargs: as for ``invoke``.
         """
         return _run(self.abatch(inputs, config, return_exceptions=return_exceptions, **kwargs))
+
+    # ------------------------------------------------------------------------------------------- not supported
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
+        """Not supported yet.
+
+        Raises:
+            NotImplementedError: always, with what to do instead.
+        """
+        raise NotImplementedError(
+            "ChatPolyKV does not support tools yet. Call the function in a graph node of its own, or ask for a choice in "
+            "plain text and route on it with a conditional edge"
+        )
+
+    def with_structured_output(
+        self, schema: Any, *, include_raw: bool = False, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Not supported yet.
+
+        Raises:
+            NotImplementedError: always, with what to do instead.
+        """
+        raise NotImplementedError(
+            "ChatPolyKV does not support structured output yet. Ask for JSON in the prompt and pipe the model into "
+            "langchain_core.output_parsers.JsonOutputParser()"
+        )
 
     # --------------------------------------------------------------------------------------------- description
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import jinja2
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, convert_to_messages
 
 from polykv.errors import InvalidRequestError
 
 Turn = dict[str, str]
 """``{"role": ..., "content": ...}`` as chat templates take it."""
 
-SharedInput = str | Sequence[str] | Sequence[Document] | Sequence[BaseMessage]
+SharedInput = str | Document | Sequence[str | Document] | Sequence[BaseMessage | tuple[str, str]]
 
 SEPARATOR = "\n\n"
 """Between neighbouring messages of one role, which templates would refuse or run together."""
@@ -97,12 +97,15 @@ def shared_turns(context: SharedInput) -> list[Turn]:
     Raises:
         InvalidRequestError: nothing, white space only, mixed kinds, or content that is not text.
     """
-    if isinstance(context, str):
-        turns = [{"role": "system", "content": context}]
+    if isinstance(context, (str, Document)):
+        turns = [{"role": "system", "content": _join_texts([context])}]
     elif not isinstance(context, Sequence) or not context:
-        raise InvalidRequestError(f"nothing to share: give a text, texts, documents or messages, got {context!r:.80}")
-    elif all(isinstance(item, BaseMessage) for item in context):
-        turns = merge_turns([message_turn(item) for item in context if isinstance(item, BaseMessage)])
+        raise InvalidRequestError(
+            f"cannot share {context!r:.80}; give a text, a document, or a list of texts, documents or messages"
+        )
+    elif all(isinstance(item, (BaseMessage, tuple)) for item in context):
+        messages = convert_to_messages([item for item in context if isinstance(item, (BaseMessage, tuple))])
+        turns = merge_turns([message_turn(message) for message in messages])
     elif all(isinstance(item, (str, Document)) for item in context):
         turns = [{"role": "system", "content": _join_texts([i for i in context if isinstance(i, (str, Document))])}]
     else:
@@ -114,14 +117,17 @@ def shared_turns(context: SharedInput) -> list[Turn]:
 
 
 def _join_texts(items: Sequence[str | Document]) -> str:
-    texts = [item.page_content if isinstance(item, Document) else item for item in items]
-    if len(texts) == 1 or not any(text.strip() for text in texts):
-        return "".join(texts)
+    documents = [item if isinstance(item, Document) else Document(item) for item in items]
+    filled = [document for document in documents if document.page_content.strip()]
+    if len(documents) == 1 or not filled:
+        return "".join(document.page_content for document in documents)
     parts = []
-    for number, (item, text) in enumerate(zip(items, texts, strict=True), start=1):
-        metadata = item.metadata if isinstance(item, Document) else {}
-        label = metadata.get("title") or metadata.get("source")
-        parts.append(f"[Document {number}{f': {label}' if label else ''}]\n{text}")
+    for number, document in enumerate(filled, start=1):
+        facts = [document.metadata.get("title") or document.metadata.get("source")]
+        if document.metadata.get("page") is not None:
+            facts.append(f"page {document.metadata['page']}")
+        label = ", ".join(str(fact) for fact in facts if fact)
+        parts.append(f"[Document {number}{f': {label}' if label else ''}]\n{document.page_content}")
     return SEPARATOR.join(parts)
 
 

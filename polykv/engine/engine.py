@@ -22,6 +22,7 @@ from polykv.engine.request import Request, RequestHandle, SamplingParams
 from polykv.engine.runner import ModelRunner
 from polykv.engine.scheduler import Scheduler, Sequence, Work
 from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
+from polykv.models.attention import attach
 from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight
 from polykv.pool.pool import SharedKVPool, check_length
@@ -120,6 +121,7 @@ class Engine:
         num_threads: int | None = None,
     ) -> None:
         check_at_least_one(max_batch=max_batch, token_budget=token_budget, num_threads=num_threads)
+        attach(model)
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)

@@ -37,7 +37,6 @@ class _PooledLayerView:
     def attend(self, query: Tensor, scale: float, mask: Tensor | None, window: int | None) -> Tensor:
         """See :meth:`LayerView.attend`."""
         cache = self._cache
-        cache._unread_layer = None
         batch, num_heads, rows, head_dim = query.shape
         encoded = cache.segment.layers[self._layer_idx]
         tail = cache.tails[self._layer_idx]
@@ -85,7 +84,7 @@ class PooledCache(Cache):
         super().__init__(layers=list(self.tails))
         self.segment = segment
         self._lease = lease(self)
-        self._unread_layer: int | None = None
+        self._checked = False
 
     def update(
         self,
@@ -99,22 +98,17 @@ class PooledCache(Cache):
         """Stores the new tokens in the private tail and hands the attention function a view of pool and tail.
 
         Raises:
-            IncompatiblePoolError: the model's attention does not read the view, so its result would ignore the pool.
+            IncompatiblePoolError: the model is not attached, so its result would ignore the pool.
         """
-        encoded = self.segment.layers[layer_idx] if layer_idx < len(self.segment.layers) else None
-        if kwargs is None or self._unread_layer is not None:
-            raise IncompatiblePoolError(
-                f"this model's attention implementation is not {ATTENTION_NAME!r}, so it would ignore the pool; "
-                "call polykv.attach(model) first, and use the model the pool was built with"
-            )
-        shape = (key_states.shape[1], key_states.shape[3])
-        if encoded is None or shape != (encoded.num_kv_heads, encoded.head_dim):
-            raise IncompatiblePoolError(
-                f"layer {layer_idx} of this model has {shape[0]} KV heads of {shape[1]} elements, which the pool of "
-                f"{self.segment.model.name!r} does not match; use the model the pool was built with"
-            )
+        if layer_idx == 0:  # every forward is checked once, by a hook that only attached models have
+            if not self._checked or kwargs is None:
+                raise IncompatiblePoolError(
+                    f"this model's attention implementation is not {ATTENTION_NAME!r}, so it would ignore the pool; "
+                    "call polykv.attach(model) first, and use the model the pool was built with"
+                )
+            self._checked = False
+        assert kwargs is not None
         keys, values = self.tails[layer_idx].update(key_states, value_states)
-        self._unread_layer = layer_idx
         kwargs[VIEW_KEY] = _PooledLayerView(self, layer_idx, kwargs.get("position_ids"))
         return keys, values
 
@@ -136,7 +130,6 @@ class PooledCache(Cache):
             IncompatiblePoolError: see the message.
         """
         self._lease.check()
-        self._unread_layer = None
         reason = self.segment.model.mismatch(identity_of(model))
         if reason is not None:
             raise IncompatiblePoolError(
@@ -148,6 +141,7 @@ class PooledCache(Cache):
                 "activation checkpointing drops caches, the pool too; call model.eval() or "
                 "model.activation_checkpointing_disable() first"
             )
+        self._checked = True
         rows, new, seen = inputs.shape[0], inputs.shape[1], self.get_seq_length()
         held = self.tails[0].keys
         if held is not None and held.shape[0] != rows:

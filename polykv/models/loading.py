@@ -135,7 +135,7 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         reason = str(error).splitlines()[0]
         raise InvalidRequestError(
-            f"device {device!r} cannot be used: {reason} Use 'cpu', 'cuda', 'cuda:0', ..."
+            f"device {device!r} cannot be used ({reason}); use 'cpu', or one that this build of torch has"
         ) from error
 
 
@@ -198,6 +198,8 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
             if not (folder / "config.json").is_file():
                 with _transformers_bars(shown=shown):
                     _convert(path, folder, lambda phase: advance(phase, units[phase]))
+            else:
+                advance("converted before", total - done)
         stamp.write_text(digest)
         return folder
 
@@ -286,6 +288,8 @@ def load_model(
         ModelNotFoundError: there is no such model, or it cannot be had.
         InvalidRequestError: an unknown dtype or device.
     """
+    if model.lower() in PACKAGED_MODELS:
+        model = model.lower()
     check_source(model)
     target = check_device(device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = check_dtype(dtype)
@@ -309,9 +313,14 @@ def load_model(
                 source, dtype=dtype or (torch.float32 if target.type == "cpu" else "auto"), **options
             )
     except OSError as error:
+        if options["local_files_only"] and not Path(source).exists():
+            why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "it cannot be reached"
+            reason = f"it is no folder, file or packaged model, and the hub was not asked ({why})"
+        else:
+            reason = str(error).splitlines()[0].rstrip(".")
         raise ModelNotFoundError(
-            f"cannot load model {model!r}: {str(error).splitlines()[0]} Give a folder, a .gguf file, a hub id that can be "
-            f"reached, or one of the packaged models ({', '.join(PACKAGED_MODELS)})."
+            f"cannot load model {model!r}: {reason}. Give a folder, a .gguf file, a hub id that can be reached, or one of "
+            f"the packaged models ({', '.join(PACKAGED_MODELS)})"
         ) from error
     model_on_device: Any = loaded.to(target)  # type: ignore[arg-type]
     return model_on_device.eval(), tokenizer

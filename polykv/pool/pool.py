@@ -349,15 +349,14 @@ class SharedKVPool:
         saved = private - stats.num_bytes
         share = 100 * saved / private if private else 0.0
         tokens = sum(segment.num_tokens for segment in self.segments)
-        return "\n".join(
-            [
-                f"Shared KV pool: {tokens} tokens in {stats.num_segments} segment(s)",
-                f"  one private float16 cache   {format_bytes(stats.dense_bytes):>10}",
-                f"  {n_agents} private float16 caches  {format_bytes(private):>10}",
-                f"  the pool, allocated         {format_bytes(stats.num_bytes):>10}  ({stats.compression_ratio:.2f}x)",
-                f"  saved by {n_agents} readers         {format_bytes(saved):>10}  ({share:.1f} %)",
-            ]
-        )
+        rows = [
+            ("one private float16 cache", stats.dense_bytes, ""),
+            (f"{n_agents} x that", private, "what private caches would take"),
+            ("the pool, allocated", stats.num_bytes, f"{stats.compression_ratio:.2f}x smaller than one"),
+            (f"saved with {n_agents} reader(s)", saved, f"{share:.1f} %"),
+        ]
+        head = f"Shared KV pool: {tokens} tokens in {stats.num_segments} segment(s), model in {self.model.dtype}"
+        return "\n".join([head, *(f"  {label:<26}{format_bytes(n):>10}  {note}".rstrip() for label, n, note in rows)])
 
     def check_model(self, model: PreTrainedModel, tokenizer: Any | None = None) -> None:
         """Refuses a model or tokenizer other than the pool's.

@@ -30,6 +30,7 @@ from helpers import CHATML, assert_same_tokens, greedy, tiny_model, tiny_tokeniz
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
+from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -1075,7 +1076,7 @@ BAD_INPUT: dict[str, tuple[Attempt, type[Exception], list[str]]] = {
         InvalidRequestError,
         ["white space", "give a text"],
     ),
-    "no context": (lambda at: at.llm.share([]), InvalidRequestError, ["nothing to share", "texts"]),
+    "no context": (lambda at: at.llm.share([]), InvalidRequestError, ["cannot share", "texts"]),
     "context of numbers": (lambda at: at.llm.share([1, 2]), InvalidRequestError, ["int", "give strings"]),
     "image in context": (
         lambda at: at.llm.share([HumanMessage([IMAGE])]),
@@ -1705,3 +1706,37 @@ def test_a_forked_child_starts_with_an_empty_registry(llm: ChatPolyKV) -> None:
         os._exit(0 if not registry._entries and registry._reaper is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert llm.invoke(QUESTION, max_tokens=1).usage_metadata is not None
+
+
+def test_closing_a_reader_leaves_the_others_alone(llm: ChatPolyKV, ctx: SharedContext) -> None:
+    one, other = llm.with_context(ctx), llm.with_context(ctx)
+    one.close()
+    with pytest.raises(EngineClosedError, match="this reader has been closed"):
+        one.invoke(QUESTION)
+    assert other.invoke(QUESTION, max_tokens=1).usage_metadata is not None
+    assert llm.invoke(QUESTION, max_tokens=1).usage_metadata is not None
+
+
+@pytest.mark.parametrize("ask", [lambda llm: llm.bind_tools([]), lambda llm: llm.with_structured_output(dict)])
+def test_what_is_not_supported_says_what_to_do_instead(llm: ChatPolyKV, ask: Callable[[ChatPolyKV], Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"ChatPolyKV does not support .* yet\. (Call|Ask)"):
+        ask(llm)
+
+
+def test_fields_are_documented() -> None:
+    own = set(ChatPolyKV.model_fields) - set(BaseChatModel.model_fields)
+    assert {name for name in own if not ChatPolyKV.model_fields[name].description} == set()
+
+
+def test_several_documents_are_told_apart(llm: ChatPolyKV) -> None:
+    pages = [
+        Document("One.", metadata={"source": "a.pdf", "page": 3}),
+        Document(" "),
+        Document("Two.", metadata={"title": "T"}),
+    ]
+    _, turns = llm.share(pages).reading()
+    assert turns[0]["content"] == "[Document 1: a.pdf, page 3]\nOne.\n\n[Document 2: T]\nTwo."
+    assert llm.share(Document("One text.")) == llm.share("One text.")
+    assert llm.share([("system", "Rules."), ("human", "Read.")]) == llm.share(
+        [SystemMessage("Rules."), HumanMessage("Read.")]
+    )

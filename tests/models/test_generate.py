@@ -195,15 +195,13 @@ class TestWrongInputsAreRefused:
         with pytest.raises(IncompatiblePoolError, match="differs from .* in its weights"):
             other(torch.tensor([QUESTION]), cache=pool.new_cache())
 
-    def test_a_model_that_was_never_attached_cannot_ignore_the_pool(self, pool: SharedKVPool) -> None:
-        # one row needs no mask, so nothing in transformers would stumble over the missing pool
-        with pytest.raises(IncompatiblePoolError, match="not 'polykv'"):
-            tiny_model("llama")(torch.tensor([QUESTION[:1]]), cache=pool.new_cache())
-
-    def test_a_model_of_another_shape(self, pool: SharedKVPool) -> None:
-        other = tiny_model("llama", num_key_value_heads=4)
-        with pytest.raises(IncompatiblePoolError, match="4 KV heads of 32"):
-            other(torch.tensor([QUESTION]), cache=pool.new_cache())
+    @pytest.mark.parametrize("tokens", [1, 9])
+    @pytest.mark.parametrize("shape", [{}, {"num_key_value_heads": 4}], ids=["same shape", "another shape"])
+    def test_a_model_that_was_never_attached_cannot_ignore_the_pool(
+        self, pool: SharedKVPool, tokens: int, shape: dict[str, int]
+    ) -> None:
+        with pytest.raises(IncompatiblePoolError, match=r"not 'polykv'.*attach\(model\)"):
+            tiny_model("llama", **shape)(torch.tensor([QUESTION[:tokens]]), cache=pool.new_cache())
 
     @pytest.mark.parametrize("dimensions", [2, 4])
     def test_a_mask_that_hides_part_of_the_pool(self, pool: SharedKVPool, dimensions: int) -> None:

@@ -203,7 +203,7 @@ class TestBytes:
     def test_memory_summary_counts_agents(self, tiny_llama: Any) -> None:
         pool = SharedKVPool.from_token_ids(tiny_llama, DOCUMENT)
         text = pool.memory_summary(n_agents=15)
-        assert "15 private float16 caches" in text
+        assert "15 x that" in text
         assert f"{pool.stats().compression_ratio:.2f}x" in text
         for wrong in (0, -1):
             with pytest.raises(InvalidRequestError, match=f"at least 1, got {wrong}"):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_python_blocks(real_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {}
     for block in blocks:
@@ -24,7 +24,7 @@ def test_python_blocks(real_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPa
     assert tokens is not None
     assert int(tokens[1]) > 4000
     assert printed.splitlines()[1].endswith(f" {tokens[1]}"), "the answer's cache_read is the context's length"
-    assert "15 private float16 caches" in printed
+    assert "15 x that" in printed
 
 
 def test_relative_links_lead_somewhere() -> None:
