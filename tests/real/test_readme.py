@@ -18,7 +18,7 @@ def test_python_blocks(real_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+        exec(compile(block, "README.md", "exec", dont_inherit=True), namespace)
     printed = capsys.readouterr().out
     tokens = re.match(r"(\d+) tokens in (\d+) bytes", printed)
     assert tokens is not None
