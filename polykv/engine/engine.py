@@ -135,6 +135,7 @@ class Engine:
         self._changed = threading.Condition(self._lock)
         self._builds: list[_BuildJob] = []
         self._building: Generator[tuple[str, int, int], None, KVSegment] | None = None
+        self._ended: list[Sequence] = []
         self._thread: threading.Thread | None = None
         self._closed: BaseException | None = None
         self._pid = os.getpid()
@@ -304,6 +305,7 @@ class Engine:
         finally:
             if self._building is not None:  # only this thread may close what it runs
                 self._building.close()
+            self._release_ended()
 
     def _wait_for_work(self) -> bool:
         """False ends the thread: closed, or idle for a while."""
@@ -327,12 +329,22 @@ class Engine:
             self._scheduler.waiting.clear()
             self._scheduler.running.clear()
             self._builds.clear()
+            self._ended.extend(sequences)
+            # a forward may be under way: then its thread frees the tails, once it is out of it
+            in_flight = self._thread is not None and self._thread is not threading.current_thread()
             self._changed.notify_all()
+        if not in_flight:
+            self._release_ended()
         for sequence in sequences:
-            sequence.release()
             sequence.handle.fail(EngineClosedError(str(error)))
         for job in jobs:
             job.events.put(("error", EngineClosedError(str(error))))
+
+    def _release_ended(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for sequence in ended:
+            sequence.release()
 
     def _drop_cancelled(self) -> None:
         with self._lock:

@@ -509,6 +509,28 @@ class TestLifetime:
             engine.generate(DOCUMENT, greedy_params())
         assert engine.pool.num_leases == 0
 
+    def test_close_in_the_middle_of_a_forward_is_calm(self, engine: Engine, caplog: Any) -> None:
+        segment = engine.share(DOCUMENT)
+        forward, inside, go_on = engine._runner.forward, threading.Event(), threading.Event()
+
+        def slow(batch: Any) -> Any:
+            inside.set()
+            assert go_on.wait(60)
+            return forward(batch)
+
+        engine._runner.forward = slow  # type: ignore[method-assign]
+        handle = engine.generate([*DOCUMENT, 5], greedy_params(50), segment)
+        assert inside.wait(30)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        with pytest.raises(EngineClosedError):
+            handle.result(30)
+        assert engine.pool.num_leases == 1, "the forward still reads"
+        go_on.set()
+        closing.join(30)
+        assert engine.pool.num_leases == 0
+        assert caplog.records == []
+
     def test_an_idle_engine_gives_its_thread_up_and_can_be_collected(
         self, tiny_llama: Any, tokenizer: Any, monkeypatch: Any
     ) -> None:
@@ -547,6 +569,7 @@ class TestLifetime:
             [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, done.stdout.strip()) == (0, "running"), done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_sixteen_threads_get_right_answers_and_leave_no_lease(engine: Engine) -> None:
