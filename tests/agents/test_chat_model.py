@@ -567,13 +567,6 @@ def test_unknown_keywords_of_the_constructor_are_refused_by_name() -> None:
         ChatPolyKV(model="smollm2-135m", base_url="http://localhost")
 
 
-def test_what_is_not_there_yet_says_so(llm: ChatPolyKV) -> None:
-    with pytest.raises(NotImplementedError):
-        llm.bind_tools([])
-    with pytest.raises(NotImplementedError):
-        llm.with_structured_output({"title": "x", "type": "object", "properties": {}})
-
-
 # ------------------------------------------------------------------------------------------------ event loop
 
 
