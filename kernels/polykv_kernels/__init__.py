@@ -3,8 +3,10 @@
 This package knows nothing of pools, models or agents. :mod:`polykv_kernels.layouts` names the
 stored forms, :mod:`polykv_kernels.ops` holds the public operations, and
 :mod:`polykv_kernels.reference` the torch implementation that every faster backend is tested against.
+:func:`show_config` prints what runs here, and why.
 """
 
+from polykv_kernels.config import config_report, show_config
 from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
-__all__ = ["TILE_SIZE", "DenseKV", "EncodedKV", "Int8Keys", "LloydMax3Values"]
+__all__ = ["TILE_SIZE", "DenseKV", "EncodedKV", "Int8Keys", "LloydMax3Values", "config_report", "show_config"]

@@ -1,6 +1,8 @@
-"""The public operations. Shapes, dtypes and errors are stated here once, for every backend.
+"""The public operations and the choice of backend. Shapes, dtypes and errors are stated here once, for every backend.
 
-Only the torch reference exists so far; compiled backends take the same signatures.
+A backend is a module with the functions of :mod:`polykv_kernels.reference` and the same signatures. Which one runs
+follows from the device, the dtype and the head dim (:func:`choose_backend`); the environment variable
+``POLYKV_KERNELS=reference|cpu|triton`` or :func:`use_backend` force one.
 
 Notation: ``Hq`` query heads, ``Hkv`` KV heads (``Hq`` a multiple of ``Hkv``), ``D`` head dim, ``rows`` query
 tokens of all requests stacked, ``T`` tokens.
@@ -8,15 +10,23 @@ tokens of all requests stacked, ``T`` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polykv_kernels import reference
-from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels import cpu, reference, triton
+from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
 __all__ = [
+    "BACKENDS",
+    "BackendError",
+    "Choice",
+    "choose_backend",
     "decode",
     "encode_keys_int8",
     "encode_values_lloyd3",
@@ -26,7 +36,110 @@ __all__ = [
     "ragged_attention",
     "shared_attention",
     "store_exact",
+    "use_backend",
 ]
+
+BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu, "triton": triton}
+"""Modules by the names that ``POLYKV_KERNELS`` takes."""
+
+_ENVIRONMENT = "POLYKV_KERNELS"
+_forced: list[str] = []  # the innermost use_backend() last
+
+
+class BackendError(RuntimeError):
+    """A backend was forced that does not exist, is not usable here, or does not do what is asked of it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend runs, and why.
+
+    Attributes:
+        name: a key of :data:`BACKENDS`.
+        reason: one line for people.
+        forced: whether the user asked for it.
+    """
+
+    name: str
+    reason: str
+    forced: bool = False
+
+    @property
+    def module(self) -> Any:
+        """The backend."""
+        return BACKENDS[self.name]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Forces a backend in the whole process, as ``POLYKV_KERNELS`` does and before it; for tests and benchmarks.
+
+    Raises:
+        BackendError: no backend has that name.
+    """
+    _check_name(name, "use_backend()")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.remove(name)
+
+
+def _check_name(name: str, origin: str) -> None:
+    if name not in BACKENDS:
+        raise BackendError(f"{origin} names the backend {name!r}; choose one of {', '.join(BACKENDS)}")
+
+
+def _forced_backend() -> tuple[str, str] | None:
+    if _forced:
+        return _forced[-1], "use_backend()"
+    name = os.environ.get(_ENVIRONMENT, "").strip().lower()
+    if not name:
+        return None
+    _check_name(name, _ENVIRONMENT)
+    return name, _ENVIRONMENT
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, encode: bool = False) -> Choice:
+    """The one place where a backend is chosen.
+
+    Args:
+        device: where the tensors are.
+        dtype: dtype of the queries, or of the keys and values to be encoded.
+        head_dim: ``D``.
+        encode: whether it is for encoding; else for attention.
+
+    Returns:
+        The choice. Without force it never fails: what no compiled backend does, the torch reference does.
+
+    Raises:
+        BackendError: a forced backend is unknown, not usable here, or does not take this dtype or head dim.
+    """
+    forced = _forced_backend()
+    if forced is not None:
+        name, origin = forced
+        problem = _problem(name, device, dtype, head_dim, encode)
+        if problem is not None:
+            raise BackendError(f"{origin} forces the backend {name!r}, which cannot run here: {problem}")
+        return Choice(name, f"forced by {origin}", forced=True)
+    name = "cpu" if device.type == "cpu" else "triton"
+    problem = _problem(name, device, dtype, head_dim, encode)
+    if problem is None:
+        return Choice(name, f"tensors on {device.type}")
+    return Choice("reference", problem)
+
+
+def _problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, encode: bool) -> str | None:
+    if name == "reference":
+        return None
+    module = BACKENDS[name]
+    # cheap checks first: what a backend does not take must not make it compile itself
+    problem: str | None = module.supports(dtype, head_dim, encode=encode) or module.unavailable_reason(device)
+    return problem
+
+
+def _backend(x: Tensor, head_dim: int, *, encode: bool = False) -> Any:
+    return choose_backend(x.device, x.dtype, head_dim, encode=encode).module
 
 
 def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
@@ -73,7 +186,7 @@ def shared_attention(
     _check_query(q, segment.num_kv_heads, segment.head_dim)
     if window is not None and (q_positions is None or q_positions.shape != q.shape[:1]):
         raise ValueError("a sliding window needs q_positions of shape [rows]")
-    return reference.shared_attention(q, segment, scale, q_positions=q_positions, window=window)
+    return _backend(q, segment.head_dim).shared_attention(q, segment, scale, q_positions=q_positions, window=window)
 
 
 def masked_attention(
@@ -142,7 +255,7 @@ def ragged_attention(
         if k.shape != v.shape or count < 1 or k.shape[1] < count:
             raise ValueError(f"a tail of shape {tuple(k.shape)} cannot hold its own {count} rows")
         _check_query(q, k.shape[0], k.shape[2])
-    return reference.ragged_attention(q, keys, values, row_counts, scale, window=window)
+    return _backend(q, q.shape[-1]).ragged_attention(q, keys, values, row_counts, scale, window=window)
 
 
 def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,7 +278,7 @@ def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     for out, lse in states:
         if out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(f"states do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
-    return reference.merge_attention_states(states)
+    return _backend(states[0][0], states[0][0].shape[-1]).merge_attention_states(states)
 
 
 def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
@@ -183,7 +296,7 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
         ValueError: the shape does not fit, or a key is NaN or infinite.
     """
     _check_encodable(keys, "keys")
-    return reference.encode_keys_int8(keys, per_tensor=per_tensor)
+    return _backend(keys, keys.shape[-1], encode=True).encode_keys_int8(keys, per_tensor=per_tensor)
 
 
 def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool = True) -> LloydMax3Values:
@@ -202,7 +315,7 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
     """
     _check_encodable(values, "values")
     reference.hadamard_block(values.shape[-1])
-    return reference.encode_values_lloyd3(values, sign_seed=sign_seed, least_squares=least_squares)
+    return _backend(values, values.shape[-1], encode=True).encode_values_lloyd3(values, sign_seed=sign_seed, least_squares=least_squares)
 
 
 def _check_encodable(x: Tensor, name: str) -> None:

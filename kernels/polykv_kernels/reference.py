@@ -146,6 +146,23 @@ def _float16_not_below(x: Tensor) -> Tensor:
     return torch.where(half.float() < x, up, half)
 
 
+def key_too_large(keys: Tensor) -> ValueError:
+    """The error for keys whose float16 step would be infinite."""
+    return ValueError(
+        f"a key is too large for a float16 step: {float(keys.abs().max()):.3g}, limit {127 * 65504:.3g}. "
+        "Use codec='exact' for this model."
+    )
+
+
+def value_too_long(values: Tensor) -> ValueError:
+    """The error for values ``[Hkv, T, D]`` of which one has an infinite float16 scale."""
+    rms = values.double().norm(dim=-1).max() / math.sqrt(values.shape[-1])
+    return ValueError(
+        f"a value vector is too long for a float16 scale: largest rms {float(rms):.3g}, limit 65504. "
+        "Use codec='exact' for this model."
+    )
+
+
 def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
     """See :func:`polykv_kernels.ops.encode_keys_int8`."""
     heads, tokens, head_dim = keys.shape
@@ -159,10 +176,7 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
         tiles = k.view(heads, n_tiles, TILE_SIZE, head_dim).transpose(2, 3)  # [Hkv, n_tiles, D, 64]
         scales = _float16_not_below(tiles.abs().amax(dim=-1) / 127.0)
         if not torch.isfinite(scales).all():
-            raise ValueError(
-                f"a key is too large for a float16 step: {float(k.abs().max()):.3g}, limit {127 * 65504:.3g}. "
-                "Use codec='exact' for this model."
-            )
+            raise key_too_large(keys)
         step = scales.float()[..., None]
         codes = torch.where(step > 0, tiles / step, 0.0).round_().clamp_(-127, 127).to(torch.int8)
         return Int8Keys(codes.contiguous(), scales, tokens)
@@ -197,10 +211,7 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
         scale = rms * (z * chosen).sum(-1, keepdim=True) / chosen.square().sum(-1, keepdim=True)
     scales = scale.squeeze(-1).to(torch.float16)
     if not torch.isfinite(scales).all():
-        raise ValueError(
-            f"a value vector is too long for a float16 scale: largest rms {float(rms.max()):.3g}, limit 65504. "
-            "Use codec='exact' for this model."
-        )
+        raise value_too_long(values)
     return LloydMax3Values(pack_3bit(codes), scales, sign_seed)
 
 

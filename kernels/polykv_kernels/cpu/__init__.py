@@ -1,0 +1,29 @@
+"""Kernels in C++ for the CPU, called through ctypes, which releases the GIL for the call.
+
+``polykv_cpu.cpp`` is the library, ``library.py`` finds or compiles it, ``build.py`` holds the compiler call, and
+``backend.py`` the functions with the signatures of :mod:`polykv_kernels.reference`.
+"""
+
+from polykv_kernels.cpu.backend import (
+    describe,
+    encode_keys_int8,
+    encode_values_lloyd3,
+    merge_attention_states,
+    ragged_attention,
+    shared_attention,
+    supports,
+    unavailable_reason,
+    use_isa,
+)
+
+__all__ = [
+    "describe",
+    "encode_keys_int8",
+    "encode_values_lloyd3",
+    "merge_attention_states",
+    "ragged_attention",
+    "shared_attention",
+    "supports",
+    "unavailable_reason",
+    "use_isa",
+]

@@ -1,0 +1,421 @@
+"""The C++ kernels with the signatures of :mod:`polykv_kernels.reference`.
+
+Arguments have been checked before they come here: shapes by :mod:`polykv_kernels.ops`, stored tensors by the layouts
+themselves. Nothing but addresses and sizes crosses into C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polykv_kernels import reference
+from polykv_kernels.cpu.library import LibraryUnavailable, load
+from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+
+MAX_HEAD_DIM = 256
+
+_ISA_ENVIRONMENT = "POLYKV_CPU_ISA"
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_NO_MEMORY, _BAD_ARGUMENT, _OVERFLOW = 1, 2, 3
+
+
+class _Dense(Structure):
+    """``PolykvDense`` of polykv_cpu.cpp."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_head_stride", c_int64),
+        ("key_token_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("value_token_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("dtype", c_int32),
+    ]
+
+
+class _Packed(Structure):
+    """``PolykvPacked`` of polykv_cpu.cpp."""
+
+    _fields_ = [
+        ("key_codes", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_codes", c_void_p),
+        ("value_scales", c_void_p),
+        ("levels", c_void_p),
+        ("signs", c_void_p),
+        ("key_head_stride", c_int64),
+        ("key_scale_head_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("value_scale_head_stride", c_int64),
+        ("num_tokens", c_int64),
+        ("key_scale", c_float),
+        ("hadamard_block", c_int32),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ the library
+
+
+def _declare(cdll: ctypes.CDLL) -> None:
+    p, i, n, f = c_void_p, c_int32, c_int64, c_float
+    signatures: dict[str, list[Any]] = {
+        "shared_attention": [p, n, i, i, i, f, POINTER(_Dense), POINTER(_Packed), p, p, p, i, i],
+        "ragged_attention": [p, i, i, i, f, POINTER(_Dense), POINTER(c_int64), n, n, p, p, i, i],
+        "merge": [POINTER(p), POINTER(p), i, n, n, p, p, i],
+        "encode_keys": [p, i, n, n, i, n, i, p, p, p, i],
+        "encode_values": [p, i, n, n, i, n, i, p, i, p, i, p, p, i],
+        "select_isa": [c_char_p],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(cdll, f"polykv_cpu_{name}")
+        function.argtypes, function.restype = arguments, c_int32
+    cdll.polykv_cpu_isa.argtypes, cdll.polykv_cpu_isa.restype = [], c_char_p
+    cdll.polykv_cpu_available_isa.argtypes, cdll.polykv_cpu_available_isa.restype = [c_int32], c_char_p
+
+
+def _library() -> ctypes.CDLL:
+    """The library, ready for use.
+
+    Raises:
+        LibraryUnavailable: there is none here.
+    """
+    global _ready
+    if _ready is None:
+        with _lock:
+            if _ready is None:
+                cdll = load().cdll
+                _declare(cdll)
+                wanted = os.environ.get(_ISA_ENVIRONMENT, "").strip().lower()
+                if wanted:
+                    _select(cdll, wanted, _ISA_ENVIRONMENT)
+                _ready = cdll
+    return _ready
+
+
+_ready: ctypes.CDLL | None = None
+_lock = threading.Lock()
+_warned = False
+
+
+def _isas(cdll: ctypes.CDLL) -> list[str]:
+    names: list[str] = []
+    while (name := cdll.polykv_cpu_available_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def _select(cdll: ctypes.CDLL, name: str, origin: str) -> None:
+    if cdll.polykv_cpu_select_isa(name.encode()):
+        raise ValueError(f"{origin}={name!r}: this processor has {', '.join(_isas(cdll))}; choose one of these")
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Computes with another instruction set that this processor has; process-wide, for tests and benchmarks.
+
+    Raises:
+        ValueError: the processor does not have it.
+    """
+    cdll = _library()
+    before = cdll.polykv_cpu_isa().decode()
+    _select(cdll, name, "use_isa")
+    try:
+        yield
+    finally:
+        _select(cdll, before, "use_isa")
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device, or None. Compiles them where that is still to be done.
+
+    The first time that they turn out to be missing, this warns: everything still works then, only slower.
+    """
+    global _warned
+    if device.type != "cpu":
+        return f"the cpu backend takes tensors on the CPU, these are on {device}"
+    try:
+        _library()
+    except LibraryUnavailable as error:
+        if not _warned:
+            _warned = True
+            warnings.warn(
+                f"PolyKV computes attention with torch, several times slower than its compiled kernels: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return str(error)
+    return None
+
+
+def supports(dtype: torch.dtype, head_dim: int, *, encode: bool = False) -> str | None:
+    """Why the kernels do not take a dtype or head dim, or None."""
+    if dtype not in _DTYPES:
+        return f"the cpu kernels take float32, float16 and bfloat16, not {dtype} (float64 is for the oracle)"
+    if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        return f"the cpu kernels take head dims that are multiples of 16 up to {MAX_HEAD_DIM}, not {head_dim}"
+    return None
+
+
+def describe() -> dict[str, Any]:
+    """What is in use, for :func:`polykv_kernels.show_config`: path, origin and notes of the library, isa, threads."""
+    cdll = _library()
+    library = load()
+    return {
+        "path": str(library.path),
+        "origin": library.origin,
+        "notes": list(library.notes),
+        "isa": cdll.polykv_cpu_isa().decode(),
+        "available_isas": _isas(cdll),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
+
+
+def _check(status: int) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError("the cpu kernels could not allocate their working memory")
+    if status:  # ops and the layouts let nothing through that could lead here
+        raise RuntimeError(f"the cpu kernels refused their arguments (status {status}); this is a defect of PolyKV")
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+@lru_cache(maxsize=1)
+def _levels() -> Tensor:
+    return torch.tensor(LLOYD_MAX_3BIT, dtype=torch.float32)
+
+
+def _signs(sign_seed: int | None, head_dim: int) -> Tensor | None:
+    return None if sign_seed is None else reference.random_signs(sign_seed, head_dim)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _dense(keys: Tensor, values: Tensor) -> _Dense:
+    return _Dense(
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        keys.shape[1],
+        _DTYPES[keys.dtype],
+    )
+
+
+def _packed(keys: Int8Keys, values: LloydMax3Values, head_dim: int) -> _Packed:
+    per_tensor = keys.per_tensor
+    return _Packed(
+        keys.codes.data_ptr(),
+        None if per_tensor else keys.scales.data_ptr(),
+        values.codes.data_ptr(),
+        values.scales.data_ptr(),
+        _levels().data_ptr(),
+        _address(_signs(values.sign_seed, head_dim)),
+        keys.codes.stride(0),
+        0 if per_tensor else keys.scales.stride(0),
+        values.codes.stride(0),
+        values.scales.stride(0),
+        keys.num_tokens,
+        float(keys.scales) if per_tensor else 1.0,
+        reference.hadamard_block(head_dim),
+    )
+
+
+def _readable(dense: DenseKV) -> tuple[Tensor, Tensor]:
+    """Keys and values in a dtype the kernels read, with a contiguous last axis."""
+    keys, values = dense.keys, dense.values
+    if keys.dtype not in _DTYPES:
+        keys, values = keys.float(), values.float()
+    return keys, values
+
+
+def shared_attention(
+    q: Tensor,
+    encoded: EncodedKV,
+    scale: float,
+    *,
+    q_positions: Tensor | None,
+    window: int | None,
+    splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.shared_attention`.
+
+    Args:
+        splits: parts that the tokens are divided into; 0 chooses from the shape. For tests: results depend on it by
+            rounding only.
+    """
+    rows, num_heads, head_dim = q.shape
+    query = q.float().contiguous()
+    out = torch.empty_like(query)
+    lse = query.new_empty((rows, num_heads))
+    first_visible = None
+    if window is not None:
+        assert q_positions is not None
+        first_visible = (q_positions.long() - (window - 1 + encoded.start)).contiguous()
+    exact = packed = None
+    if encoded.exact is not None:
+        keys, values = _readable(encoded.exact)  # bound to names: they must outlive the call
+        exact = byref(_dense(keys, values))
+    if encoded.keys is not None and encoded.values is not None:
+        packed = byref(_packed(encoded.keys, encoded.values, head_dim))
+    _check(
+        _library().polykv_cpu_shared_attention(
+            query.data_ptr(),
+            rows,
+            num_heads,
+            encoded.num_kv_heads,
+            head_dim,
+            scale,
+            exact,
+            packed,
+            _address(first_visible),
+            out.data_ptr(),
+            lse.data_ptr(),
+            splits,
+            torch.get_num_threads(),
+        )
+    )
+    return out.to(q.dtype), lse
+
+
+def ragged_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    row_counts: Sequence[int],
+    scale: float,
+    *,
+    window: int | None,
+    splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.ragged_attention`; ``splits`` as for :func:`shared_attention`."""
+    rows, num_heads, head_dim = q.shape
+    query = q.float().contiguous()
+    out = torch.empty_like(query)
+    lse = query.new_empty((rows, num_heads))
+    if not row_counts:
+        return out.to(q.dtype), lse
+    tails = [_readable(DenseKV(k, v)) for k, v in zip(keys, values, strict=True)]
+    count = len(tails)
+    _check(
+        _library().polykv_cpu_ragged_attention(
+            query.data_ptr(),
+            num_heads,
+            tails[0][0].shape[0],
+            head_dim,
+            scale,
+            (_Dense * count)(*(_dense(k, v) for k, v in tails)),
+            (c_int64 * count)(*row_counts),
+            count,
+            window or 0,
+            out.data_ptr(),
+            lse.data_ptr(),
+            splits,
+            torch.get_num_threads(),
+        )
+    )
+    return out.to(q.dtype), lse
+
+
+def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.merge_attention_states`."""
+    if len(states) == 1:
+        return states[0]
+    first = states[0][0]
+    head_dim = first.shape[-1]
+    outs = [out.float().contiguous() for out, _ in states]
+    lses = [lse.float().contiguous() for _, lse in states]
+    merged, total = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    addresses = c_void_p * len(states)
+    _check(
+        _library().polykv_cpu_merge(
+            addresses(*(out.data_ptr() for out in outs)),
+            addresses(*(lse.data_ptr() for lse in lses)),
+            len(states),
+            total.numel(),
+            head_dim,
+            merged.data_ptr(),
+            total.data_ptr(),
+            torch.get_num_threads(),
+        )
+    )
+    return merged.to(first.dtype), total
+
+
+# -------------------------------------------------------------------------------------------------- encoding
+
+
+def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
+    """See :func:`polykv_kernels.ops.encode_keys_int8`."""
+    heads, tokens, head_dim = keys.shape
+    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    n_tiles = -(-tokens // TILE_SIZE)
+    codes = torch.empty((heads, n_tiles, head_dim, TILE_SIZE), dtype=torch.int8)
+    if per_tensor:
+        scales = torch.empty(1, dtype=torch.float32)
+    else:
+        scales = torch.empty((heads, n_tiles, head_dim), dtype=torch.float16)
+    status = _library().polykv_cpu_encode_keys(
+        keys.data_ptr(),
+        _DTYPES[keys.dtype],
+        keys.stride(0),
+        keys.stride(1),
+        heads,
+        tokens,
+        head_dim,
+        codes.data_ptr(),
+        None if per_tensor else scales.data_ptr(),
+        scales.data_ptr() if per_tensor else None,
+        torch.get_num_threads(),
+    )
+    if status == _OVERFLOW:
+        raise reference.key_too_large(keys)
+    _check(status)
+    return Int8Keys(codes, scales, tokens)
+
+
+def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool) -> LloydMax3Values:
+    """See :func:`polykv_kernels.ops.encode_values_lloyd3`."""
+    heads, tokens, head_dim = values.shape
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    codes = torch.empty((heads, tokens, 3 * head_dim // 8), dtype=torch.uint8)
+    scales = torch.empty((heads, tokens), dtype=torch.float16)
+    signs = _signs(sign_seed, head_dim)
+    status = _library().polykv_cpu_encode_values(
+        values.data_ptr(),
+        _DTYPES[values.dtype],
+        values.stride(0),
+        values.stride(1),
+        heads,
+        tokens,
+        head_dim,
+        _address(signs),
+        reference.hadamard_block(head_dim),
+        _levels().data_ptr(),
+        int(least_squares),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if status == _OVERFLOW:
+        raise reference.value_too_long(values)
+    _check(status)
+    return LloydMax3Values(codes, scales, sign_seed)

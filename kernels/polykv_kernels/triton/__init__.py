@@ -1,0 +1,101 @@
+"""Triton backend: GPU kernels for attention over packed keys and values, for the merge and for encoding.
+
+Importing this package does not import triton, which is an optional dependency: ask :func:`unavailable_reason` and
+:func:`supports` (or :func:`supports_encoding`) first. The operations take the arguments of those in
+:mod:`polykv_kernels.reference` and rely on the checks of :mod:`polykv_kernels.ops`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
+
+__all__ = [
+    "HEAD_DIMS",
+    "encode_keys_int8",
+    "encode_values_lloyd3",
+    "merge_attention_states",
+    "shared_attention",
+    "supports",
+    "supports_encoding",
+    "unavailable_reason",
+]
+
+HEAD_DIMS = (64, 128, 256)
+"""Head dims with kernels; the others have the reference."""
+
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+ENCODED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why these kernels cannot run on a device; None if they can.
+
+    Args:
+        device: where the tensors are. ``cuda`` is NVIDIA and AMD alike, as in torch.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        return None
+    if device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        return "Triton compiles for GPUs only (TRITON_INTERPRET=1 interprets the kernels on a CPU, for tests)"
+    return f"Triton has no backend for {device.type} devices here"
+
+
+def supports(q_dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why :func:`shared_attention` cannot take such queries; None if it can."""
+    if q_dtype not in QUERY_DTYPES:
+        return f"the attention kernel multiplies in float16 and takes float16 or bfloat16 queries, not {q_dtype}"
+    return _head_dim_reason(head_dim)
+
+
+def supports_encoding(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the encoders cannot take such keys or values; None if they can."""
+    if dtype not in ENCODED_DTYPES:
+        return f"the encoders take float16, bfloat16 or float32, not {dtype}"
+    return _head_dim_reason(head_dim)
+
+
+def _head_dim_reason(head_dim: int) -> str | None:
+    if head_dim not in HEAD_DIMS:
+        return f"there are kernels for head_dim {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    return None
+
+
+def shared_attention(
+    q: Tensor, encoded: EncodedKV, scale: float, *, q_positions: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.shared_attention`."""
+    from polykv_kernels.triton import attention
+
+    return attention.shared_attention(q, encoded, scale, q_positions=q_positions, window=window)
+
+
+def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.merge_attention_states`; no float64."""
+    from polykv_kernels.triton import merge
+
+    return merge.merge_attention_states(states)
+
+
+def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
+    """See :func:`polykv_kernels.ops.encode_keys_int8`."""
+    from polykv_kernels.triton import encode
+
+    return encode.encode_keys_int8(keys, per_tensor=per_tensor)
+
+
+def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool) -> LloydMax3Values:
+    """See :func:`polykv_kernels.ops.encode_values_lloyd3`."""
+    from polykv_kernels.triton import encode
+
+    return encode.encode_values_lloyd3(values, sign_seed=sign_seed, least_squares=least_squares)
