@@ -25,7 +25,7 @@ PIP_INSTALL := $(PY) -m pip install $(PIP_FLAGS) --no-input --disable-pip-versio
 pin = $(shell grep -E '^$(1)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format bench clean
+.PHONY: help install demo test test-full lint format bench wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,16 @@ format: install ## format and fix what ruff can fix
 
 bench: install ## measure memory and time of attention on the pool
 	@$(PY) $(BENCH) $(ARGS)
+
+# `build` makes the sdist and from it the pure wheel, which so shows that the sdist is whole. -P: a folder called build must
+# not hide the program build.
+wheels: install ## build the sdist, the pure wheel and the wheel with compiled CPU kernels into dist/
+	@rm -rf dist
+	env -u POLYKV_BUILD_NATIVE $(PY) -P -m build --no-isolation --outdir dist
+	@native=$$(mktemp -d) && trap 'rm -rf "$$native"' EXIT && export PATH="$(abspath $(VENV))/bin:$$PATH" && set -x && \
+	  POLYKV_BUILD_NATIVE=1 $(PY) -P -m build --wheel --no-isolation --outdir "$$native" && \
+	  $(PY) -m auditwheel repair --wheel-dir dist "$$native"/*.whl && \
+	  $(PY) -m auditwheel show dist/*manylinux*.whl
 
 clean: ## remove build products and caches (not .venv)
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

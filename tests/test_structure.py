@@ -19,6 +19,7 @@ LAYERS = (
     "polykv.engine",
     "polykv.evaluation",
     "polykv.agents",
+    "polykv.cli",
     "polykv_agents",
 )
 # models/cache.py names these in annotations only

@@ -1,7 +1,9 @@
 """The stored forms of one layer's keys and values.
 
 Notation used throughout: ``Hkv`` KV heads, ``T`` tokens, ``D`` head dim, ``n_tiles = ceil(T / 64)``.
-A layout is a frozen dataclass of tensors and says nothing about how they were computed.
+A layout is a frozen dataclass of tensors and says nothing about how they were computed. It checks its tensors when it is
+made, so that a kernel, which sees addresses only, never meets a wrong one: the axes after the heads are contiguous, the
+heads may be any distance apart (a view of some tiles is a layout too).
 """
 
 from __future__ import annotations
@@ -25,6 +27,24 @@ def tensor_bytes(*tensors: Tensor | None) -> int:
     return sum(storages.values())
 
 
+def _check_tensor(x: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuses a tensor that does not have this dtype, this shape and contiguous axes after the first."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    _check_contiguous(x, name)
+
+
+def _check_contiguous(x: Tensor, name: str) -> None:
+    inner = x[0] if x.ndim > 1 and x.shape[0] else x
+    if not inner.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous after its first axis, got shape {list(x.shape)} with strides {list(x.stride())}; "
+            "call contiguous() on it"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DenseKV:
     """Keys and values as the model made them.
@@ -36,6 +56,14 @@ class DenseKV:
 
     keys: Tensor
     values: Tensor
+
+    def __post_init__(self) -> None:
+        if self.keys.ndim != 3:
+            raise ValueError(f"dense keys must be [Hkv, T, D], got {list(self.keys.shape)}")
+        if not self.keys.is_floating_point():
+            raise TypeError(f"dense keys must be floating point, got {self.keys.dtype}")
+        _check_contiguous(self.keys, "dense keys")
+        _check_tensor(self.values, "dense values", self.keys.dtype, tuple(self.keys.shape))
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +85,17 @@ class Int8Keys:
     codes: Tensor
     scales: Tensor
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 4:
+            raise ValueError(f"key codes must be [Hkv, n_tiles, D, {TILE_SIZE}], got {list(self.codes.shape)}")
+        heads, _, head_dim, _ = self.codes.shape
+        n_tiles = -(-self.num_tokens // TILE_SIZE)
+        _check_tensor(self.codes, "key codes", torch.int8, (heads, n_tiles, head_dim, TILE_SIZE))
+        if self.scales.ndim == 1:
+            _check_tensor(self.scales, "the key scale of the tensor", torch.float32, (1,))
+        else:
+            _check_tensor(self.scales, "key scales", torch.float16, (heads, n_tiles, head_dim))
 
     @property
     def per_tensor(self) -> bool:
@@ -81,6 +120,12 @@ class LloydMax3Values:
     codes: Tensor
     scales: Tensor
     sign_seed: int | None
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 3 or self.codes.shape[2] % 3:
+            raise ValueError(f"value codes must be [Hkv, T, 3 * D / 8], got {list(self.codes.shape)}")
+        _check_tensor(self.codes, "value codes", torch.uint8, tuple(self.codes.shape))
+        _check_tensor(self.scales, "value scales", torch.float16, tuple(self.codes.shape[:2]))
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +163,32 @@ class EncodedKV:
             raise ValueError(f"num_tokens is {self.num_tokens}, but the tensors hold {held} tokens")
         if (self.keys is None) != (self.values is None):
             raise ValueError("keys and values must be packed together or not at all")
+        if self.keys is not None and self.values is not None and self.keys.num_tokens != self.values.num_tokens:
+            raise ValueError(f"{self.keys.num_tokens} keys are packed, but {self.values.num_tokens} values")
+        expected = (self.num_kv_heads, self.head_dim)
+        for name, heads, head_dim in self._parts():
+            if (heads, head_dim) != expected:
+                raise ValueError(
+                    f"{name} have {heads} KV heads of {head_dim}, the segment has {expected[0]} of {expected[1]}"
+                )
+        devices = {tensor.device for tensor in self.tensors().values()}
+        if len(devices) > 1:
+            raise ValueError(f"the tensors of a segment must be on one device, got {sorted(map(str, devices))}")
+
+    def _parts(self) -> list[tuple[str, int, int]]:
+        parts: list[tuple[str, int, int]] = []
+        if self.exact is not None:
+            parts.append(("exact tokens", self.exact.keys.shape[0], self.exact.keys.shape[2]))
+        if self.keys is not None:
+            parts.append(("packed keys", self.keys.codes.shape[0], self.keys.codes.shape[2]))
+        if self.values is not None:
+            parts.append(("packed values", self.values.codes.shape[0], self.values.codes.shape[2] * 8 // 3))
+        return parts
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(iter(self.tensors().values())).device
 
     @property
     def num_exact(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polykv_kernels import cpu, reference, triton
-from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
 __all__ = [
     "BACKENDS",
@@ -138,8 +138,11 @@ def _problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
     return problem
 
 
-def _backend(x: Tensor, head_dim: int, *, encode: bool = False) -> Any:
-    return choose_backend(x.device, x.dtype, head_dim, encode=encode).module
+def _backend(head_dim: int, *inputs: Tensor, encode: bool = False) -> Any:
+    """The backend for some inputs, the first of which has the dtype that counts."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return reference  # compiled kernels know no gradients, and would cut them off without a word
+    return choose_backend(inputs[0].device, inputs[0].dtype, head_dim, encode=encode).module
 
 
 def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
@@ -184,9 +187,11 @@ def shared_attention(
     if q.ndim != 3 or q.shape[0] == 0:
         raise ValueError(f"q must be [rows, Hq, D] with at least one row, got {tuple(q.shape)}")
     _check_query(q, segment.num_kv_heads, segment.head_dim)
+    if q.device != segment.device:
+        raise ValueError(f"q is on {q.device}, the segment on {segment.device}")
     if window is not None and (q_positions is None or q_positions.shape != q.shape[:1]):
         raise ValueError("a sliding window needs q_positions of shape [rows]")
-    return _backend(q, segment.head_dim).shared_attention(q, segment, scale, q_positions=q_positions, window=window)
+    return _backend(segment.head_dim, q).shared_attention(q, segment, scale, q_positions=q_positions, window=window)
 
 
 def masked_attention(
@@ -255,7 +260,7 @@ def ragged_attention(
         if k.shape != v.shape or count < 1 or k.shape[1] < count:
             raise ValueError(f"a tail of shape {tuple(k.shape)} cannot hold its own {count} rows")
         _check_query(q, k.shape[0], k.shape[2])
-    return _backend(q, q.shape[-1]).ragged_attention(q, keys, values, row_counts, scale, window=window)
+    return _backend(q.shape[-1], q, *keys, *values).ragged_attention(q, keys, values, row_counts, scale, window=window)
 
 
 def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -278,7 +283,7 @@ def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     for out, lse in states:
         if out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(f"states do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
-    return _backend(states[0][0], states[0][0].shape[-1]).merge_attention_states(states)
+    return _backend(states[0][0].shape[-1], *(x for state in states for x in state)).merge_attention_states(states)
 
 
 def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
@@ -296,7 +301,7 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
         ValueError: the shape does not fit, or a key is NaN or infinite.
     """
     _check_encodable(keys, "keys")
-    return _backend(keys, keys.shape[-1], encode=True).encode_keys_int8(keys, per_tensor=per_tensor)
+    return _backend(keys.shape[-1], keys, encode=True).encode_keys_int8(keys, per_tensor=per_tensor)
 
 
 def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool = True) -> LloydMax3Values:
@@ -315,7 +320,9 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
     """
     _check_encodable(values, "values")
     reference.hadamard_block(values.shape[-1])
-    return _backend(values, values.shape[-1], encode=True).encode_values_lloyd3(values, sign_seed=sign_seed, least_squares=least_squares)
+    return _backend(values.shape[-1], values, encode=True).encode_values_lloyd3(
+        values, sign_seed=sign_seed, least_squares=least_squares
+    )
 
 
 def _check_encodable(x: Tensor, name: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polykv_kernels import reference
 from polykv_kernels.cpu.library import LibraryUnavailable, load
-from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
 
 MAX_HEAD_DIM = 256
 
@@ -239,12 +239,10 @@ def _packed(keys: Int8Keys, values: LloydMax3Values, head_dim: int) -> _Packed:
     )
 
 
-def _readable(dense: DenseKV) -> tuple[Tensor, Tensor]:
-    """Keys and values in a dtype the kernels read, with a contiguous last axis."""
-    keys, values = dense.keys, dense.values
-    if keys.dtype not in _DTYPES:
-        keys, values = keys.float(), values.float()
-    return keys, values
+def _readable(x: Tensor) -> Tensor:
+    """Dense keys or values as the kernels read them: any of three dtypes, the last axis contiguous."""
+    x = x if x.dtype in _DTYPES else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def shared_attention(
@@ -258,9 +256,8 @@ def shared_attention(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`polykv_kernels.ops.shared_attention`.
 
-    Args:
-        splits: parts that the tokens are divided into; 0 chooses from the shape. For tests: results depend on it by
-            rounding only.
+    ``splits`` is for tests: parts that the tokens are divided into, 0 to choose from the shape. Results depend on it by
+    rounding only.
     """
     rows, num_heads, head_dim = q.shape
     query = q.float().contiguous()
@@ -272,7 +269,10 @@ def shared_attention(
         first_visible = (q_positions.long() - (window - 1 + encoded.start)).contiguous()
     exact = packed = None
     if encoded.exact is not None:
-        keys, values = _readable(encoded.exact)  # bound to names: they must outlive the call
+        keys, values = (
+            _readable(encoded.exact.keys),
+            _readable(encoded.exact.values),
+        )  # bound to names: they must outlive the call
         exact = byref(_dense(keys, values))
     if encoded.keys is not None and encoded.values is not None:
         packed = byref(_packed(encoded.keys, encoded.values, head_dim))
@@ -313,7 +313,7 @@ def ragged_attention(
     lse = query.new_empty((rows, num_heads))
     if not row_counts:
         return out.to(q.dtype), lse
-    tails = [_readable(DenseKV(k, v)) for k, v in zip(keys, values, strict=True)]
+    tails = [(_readable(k), _readable(v)) for k, v in zip(keys, values, strict=True)]
     count = len(tails)
     _check(
         _library().polykv_cpu_ragged_attention(
@@ -366,7 +366,7 @@ def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Ten
 def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
     """See :func:`polykv_kernels.ops.encode_keys_int8`."""
     heads, tokens, head_dim = keys.shape
-    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    keys = _readable(keys)
     n_tiles = -(-tokens // TILE_SIZE)
     codes = torch.empty((heads, n_tiles, head_dim, TILE_SIZE), dtype=torch.int8)
     if per_tensor:
@@ -395,7 +395,7 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
 def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares: bool) -> LloydMax3Values:
     """See :func:`polykv_kernels.ops.encode_values_lloyd3`."""
     heads, tokens, head_dim = values.shape
-    values = values if values.stride(-1) == 1 else values.contiguous()
+    values = _readable(values)
     codes = torch.empty((heads, tokens, 3 * head_dim // 8), dtype=torch.uint8)
     scales = torch.empty((heads, tokens), dtype=torch.float16)
     signs = _signs(sign_seed, head_dim)

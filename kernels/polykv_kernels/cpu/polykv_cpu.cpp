@@ -40,7 +40,7 @@
 namespace {
 
 constexpr int kTile = 64;         // tokens
-constexpr int kPanel = 6;         // rows that share one pass over a tile: 6 x 4 accumulators fill 32 vector registers
+constexpr int kMaxPanel = 12;     // rows that share one pass over a tile, at most
 constexpr int kBlockRows = 96;    // rows of one unit: dequantising a tile costs 2 % of their arithmetic
 constexpr int kMaxHeadDim = 256;
 constexpr int kSumChannels = 64;  // products added up in one chain: a longer one rounds more
@@ -48,6 +48,8 @@ constexpr int kMinTilesPerUnit = 8;   // joining the partial results of shorter 
 constexpr int kTargetUnits = 64;      // enough to keep many threads busy to the end
 constexpr int64_t kSerialWork = 1 << 21;  // multiply-adds below which waking other threads costs more than it saves
 constexpr float kInf = __builtin_huge_valf();
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
 
 enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 enum Status : int32_t { kOk = 0, kNoMemory = 1, kBadArgument = 2, kOverflow = 3 };
@@ -171,9 +173,10 @@ struct Scratch {
   float* keys;    // [D][64], dequantised tile
   float* values;  // [64][D]
   float* query;   // [panels][D][rows of the panel]
-  float* scaled;  // [D][kPanel], the panel with the tile's channel scales folded in
+  float* scaled;  // [D][kMaxPanel], the panel with the tile's channel scales folded in
   float* scales;  // [D]
-  float* p;       // [kPanel][64], scores, then probabilities
+  float* p;       // [kMaxPanel][64], scores, then probabilities
+  float* norms;   // [64], scales of the tile's values
   float* row;     // [D]
   int64_t first[kBlockRows];  // tokens that a row sees: first <= t < last
   int64_t last[kBlockRows];
@@ -181,14 +184,18 @@ struct Scratch {
   bool reserve(int head_dim) {
     const size_t d = static_cast<size_t>(head_dim);
     const size_t tile = kTile * d;
-    if (!memory.reserve(2 * tile + kBlockRows * d + (kPanel + 2) * d + kPanel * kTile)) return false;
+    const size_t spare = 16;  // a whole vector may be read or written at the end
+    if (!memory.reserve(2 * tile + kBlockRows * d + spare + kMaxPanel * d + spare + 2 * d + (kMaxPanel + 1) * kTile)) {
+      return false;
+    }
     keys = memory.data;
     values = keys + tile;
     query = values + tile;
-    scaled = query + kBlockRows * d;
-    scales = scaled + kPanel * d;
+    scaled = query + kBlockRows * d + spare;
+    scales = scaled + kMaxPanel * d + spare;
     row = scales + d;
     p = row + d;
+    norms = p + kMaxPanel * kTile;
     return true;
   }
 };
@@ -226,7 +233,7 @@ struct Unit {  // some stacked rows over some tokens
   int64_t first_token = 0;  // a multiple of 64
   int64_t last_token = 0;
   float* acc = nullptr;  // [rows][D], not normalised, rotated like the values
-  float* max = nullptr;  // [rows]
+  float* max = nullptr;  // [rows], in units of ln 2
   float* sum = nullptr;  // [rows]
 };
 
@@ -397,7 +404,15 @@ struct Kernels {
 // --------------------------------------------------------------------- the passes over part 2, one a target
 
 #define POLYKV_INLINE static inline __attribute__((always_inline))
-#define POLYKV_UNROLL _Pragma("GCC unroll 8")
+#define POLYKV_UNROLL _Pragma("GCC unroll 16")
+// A vector that several multiplies use stays in its register: compilers like to load it again for each of them.
+#if defined(__x86_64__)
+#define POLYKV_KEEP(x) asm("" : "+v"(x))
+#elif defined(__aarch64__)
+#define POLYKV_KEEP(x) asm("" : "+w"(x))
+#else
+#define POLYKV_KEEP(x) (void)(x)
+#endif
 #define POLYKV_KERNEL_PASS
 
 namespace {
@@ -882,13 +897,15 @@ POLYKV_API int32_t polykv_cpu_encode_values(const void* values, int32_t dtype, i
 // No #include and no function of the standard library in here: it would be compiled under this pass's target options,
 // and the linker might give that copy to everybody.
 
-// ---- vectors: vf holds kWidth floats; kVectors of them cover a block of columns in the register-blocked multiply
+// ---- vectors: vf holds kWidth floats. A panel is kPanel rows at most; in the multiply, MR of them times vectors_for(MR)
+// vectors of columns are accumulated in registers.
 
 #if defined(POLYKV_AVX512)
 
 using vf = __m512;
 constexpr int kWidth = 16;
-constexpr int kVectors = 4;
+constexpr int kPanel = 12;
+constexpr int vectors_for(int rows) { return rows <= 6 ? 4 : 2; }  // 24 of 32 registers
 
 POLYKV_INLINE vf load(const float* p) { return _mm512_loadu_ps(p); }
 POLYKV_INLINE void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
@@ -910,17 +927,24 @@ POLYKV_INLINE vf load_bfloat(const uint16_t* p) {
   const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
 }
-// e^x for x <= 0; 0 far below, NaN for NaN
 POLYKV_INLINE vf scale_by_power(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 POLYKV_INLINE vf nearest_integer(vf x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+POLYKV_INLINE vf butterfly(vf x, int h) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i bit = _mm512_set1_epi32(h);
+  const vf partner = _mm512_permutexvar_ps(_mm512_xor_epi32(lane, bit), x);
+  return _mm512_mask_sub_ps(_mm512_add_ps(partner, x), _mm512_test_epi32_mask(lane, bit), partner, x);
 }
 
 #elif defined(POLYKV_AVX2)
 
 using vf = __m256;
 constexpr int kWidth = 8;
-constexpr int kVectors = 2;
+constexpr int kPanel = 6;
+constexpr int vectors_for(int) { return 2; }  // 12 of 16 registers
 
 POLYKV_INLINE vf load(const float* p) { return _mm256_loadu_ps(p); }
 POLYKV_INLINE void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
@@ -958,11 +982,20 @@ POLYKV_INLINE vf nearest_integer(vf x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+POLYKV_INLINE vf butterfly(vf x, int h) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i bit = _mm256_set1_epi32(h);
+  const vf partner = _mm256_permutevar8x32_ps(x, _mm256_xor_si256(lane, bit));
+  const __m256i upper = _mm256_cmpeq_epi32(_mm256_and_si256(lane, bit), bit);
+  return _mm256_blendv_ps(_mm256_add_ps(partner, x), _mm256_sub_ps(partner, x), _mm256_castsi256_ps(upper));
+}
+
 #elif defined(POLYKV_NEON)
 
 using vf = float32x4_t;
 constexpr int kWidth = 4;
-constexpr int kVectors = 4;
+constexpr int kPanel = 6;
+constexpr int vectors_for(int) { return 4; }  // 24 of 32 registers
 
 POLYKV_INLINE vf load(const float* p) { return vld1q_f32(p); }
 POLYKV_INLINE void store(float* p, vf x) { vst1q_f32(p, x); }
@@ -995,7 +1028,8 @@ POLYKV_INLINE vf nearest_integer(vf x) { return vrndnq_f32(x); }
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
 constexpr int kWidth = 4;
-constexpr int kVectors = 2;
+constexpr int kPanel = 6;
+constexpr int vectors_for(int) { return 2; }
 
 POLYKV_INLINE vf load(const float* p) {
   vf x;
@@ -1034,36 +1068,41 @@ POLYKV_INLINE vf nearest_integer(vf x) { return (x + kMagic) - kMagic; }
 
 #endif
 
-// e^x for x <= 0, within 1 ulp or so; 0 below the smallest normal number, NaN for NaN. The polynomial is the classic one
-// of Cephes' expf, on [-ln 2 / 2, ln 2 / 2].
-POLYKV_INLINE vf exponential(vf x) {
-  const float smallest = -87.33654f;  // ln of the smallest normal float
-  const vf clamped = max(all(smallest), x);
-  const vf n = nearest_integer(mul(clamped, all(1.44269504088896341f)));
-  vf r = fma(n, all(-0.693359375f), clamped);  // ln 2 in two parts, the first exact in few bits
-  r = fma(n, all(2.12194440e-4f), r);
-  vf y = all(1.9875691500e-4f);
-  y = fma(y, r, all(1.3981999507e-3f));
-  y = fma(y, r, all(8.3334519073e-3f));
-  y = fma(y, r, all(4.1665795894e-2f));
-  y = fma(y, r, all(1.6666665459e-1f));
-  y = fma(y, r, all(5.0000001201e-1f));
-  y = add(fma(mul(r, r), y, r), all(1.0f));
+// 2^x for x <= 0, within 1 ulp or so; 0 below the smallest normal number, NaN for NaN. Scores are kept in units of ln 2,
+// which saves the range reduction of e^x. The polynomial is fitted to 2^r on [-1/2, 1/2], relative error 2e-9, and is 1
+// at 0.
+POLYKV_INLINE vf power_of_two(vf x) {
+#if defined(POLYKV_AVX512)
+  const vf n = nearest_integer(x);
+  const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // x - n, and 0 for infinity
+#else
+  const vf smallest = all(-126.0f);
+  const vf clamped = max(smallest, x);
+  const vf n = nearest_integer(clamped);
+  const vf r = sub(clamped, n);
+#endif
+  vf y = all(1.5353357594e-4f);
+  y = fma(y, r, all(1.3398878509e-3f));
+  y = fma(y, r, all(9.6184378490e-3f));
+  y = fma(y, r, all(5.5503323674e-2f));
+  y = fma(y, r, all(2.4022647738e-1f));
+  y = fma(y, r, all(6.9314718246e-1f));
+  y = fma(y, r, all(1.0f));
   y = scale_by_power(y, n);
 #if defined(POLYKV_AVX512)
-  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, all(smallest), _CMP_LT_OQ), _mm512_setzero_ps());
+  return y;
 #elif defined(POLYKV_AVX2)
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, all(smallest), _CMP_LT_OQ), y);
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, smallest, _CMP_LT_OQ), y);
 #elif defined(POLYKV_NEON)
-  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, all(smallest))));
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, smallest)));
 #else
-  return x < all(smallest) ? all(0.0f) : y;
+  return x < smallest ? all(0.0f) : y;
 #endif
 }
 
-POLYKV_INLINE float exponential_of(float x) {
+POLYKV_INLINE float power_of_two_of(float x) {
   float lanes[kWidth];
-  store(lanes, exponential(all(x)));
+  store(lanes, power_of_two(all(x)));
   return lanes[0];
 }
 
@@ -1125,10 +1164,8 @@ struct CodeValues {
     const uint8_t* p = self.data + token * self.row_bytes + channel / 8 * 3;
     POLYKV_UNROLL
     for (int j = 0; j < N; ++j) {
-      int32_t low, high;
-      memcpy(&low, p + 6 * j, 4);
-      memcpy(&high, p + 6 * j + 2, 4);
-      const __m512i words = _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xff00, high);
+      const __m128i low = _mm_loadu_si32(p + 6 * j), high = _mm_loadu_si32(p + 6 * j + 2);
+      const __m512i words = _mm512_mask_broadcastd_epi32(_mm512_broadcastd_epi32(low), 0xff00, high);
       x[j] = _mm512_permutexvar_ps(_mm512_srlv_epi32(words, self.shifts), self.table);
     }
   }
@@ -1205,30 +1242,33 @@ struct CodeValues {
 // s[r][t] = factor * sum_d q[d][r] * keys[d][t] for MR rows and the tokens of a tile.
 template <int MR, class Keys>
 static void scores(const float* q, const Keys& keys, int head_dim, int tokens, float factor, float* s) {
-  for (int t = 0; t < tokens; t += kWidth * kVectors) {
+  constexpr int kN = vectors_for(MR);
+  for (int t = 0; t < tokens; t += kWidth * kN) {
     for (int first = 0; first < head_dim; first += kSumChannels) {
       const int last = first + kSumChannels < head_dim ? first + kSumChannels : head_dim;
-      vf acc[MR][kVectors];
+      vf acc[MR][kN];
       POLYKV_UNROLL
       for (int r = 0; r < MR; ++r) {
         POLYKV_UNROLL
-        for (int j = 0; j < kVectors; ++j) acc[r][j] = all(0.0f);
+        for (int j = 0; j < kN; ++j) acc[r][j] = all(0.0f);
       }
       for (int d = first; d < last; ++d) {
-        vf k[kVectors];
-        Keys::template get<kVectors>(keys, d, t, k);
+        vf k[kN];
+        Keys::template get<kN>(keys, d, t, k);
+        POLYKV_UNROLL
+        for (int j = 0; j < kN; ++j) POLYKV_KEEP(k[j]);
         POLYKV_UNROLL
         for (int r = 0; r < MR; ++r) {
           const vf a = all(q[d * MR + r]);
           POLYKV_UNROLL
-          for (int j = 0; j < kVectors; ++j) acc[r][j] = fma(a, k[j], acc[r][j]);
+          for (int j = 0; j < kN; ++j) acc[r][j] = fma(a, k[j], acc[r][j]);
         }
       }
       const vf f = all(factor);  // on q it would be rounded D times
       POLYKV_UNROLL
       for (int r = 0; r < MR; ++r) {
         POLYKV_UNROLL
-        for (int j = 0; j < kVectors; ++j) {
+        for (int j = 0; j < kN; ++j) {
           float* to = s + r * kTile + t + j * kWidth;
           store(to, first == 0 ? mul(acc[r][j], f) : fma(acc[r][j], f, load(to)));
         }
@@ -1251,6 +1291,8 @@ POLYKV_INLINE void add_values_block(const float* p, const float* correction, con
     vf v[N];
     Values::template get<N>(values, t, channel, v);
     POLYKV_UNROLL
+    for (int j = 0; j < N; ++j) POLYKV_KEEP(v[j]);
+    POLYKV_UNROLL
     for (int r = 0; r < MR; ++r) {
       const vf w = all(p[r * kTile + t]);
       POLYKV_UNROLL
@@ -1270,11 +1312,12 @@ POLYKV_INLINE void add_values_block(const float* p, const float* correction, con
 template <int MR, class Values>
 static void add_values(const float* p, const float* correction, const Values& values, int tokens, int head_dim,
                        float* acc) {
+  constexpr int kN = vectors_for(MR);
   int channel = 0;
-  for (; channel + kWidth * kVectors <= head_dim; channel += kWidth * kVectors) {
-    add_values_block<MR, kVectors, Values>(p, correction, values, tokens, head_dim, channel, acc);
+  for (; channel + kWidth * kN <= head_dim; channel += kWidth * kN) {
+    add_values_block<MR, kN, Values>(p, correction, values, tokens, head_dim, channel, acc);
   }
-#if defined(POLYKV_AVX512)  // its blocks are 64 wide, head dims multiples of 16; elsewhere blocks divide head dims
+#if defined(POLYKV_AVX512)  // its blocks are up to 64 wide, head dims multiples of 16; elsewhere blocks divide head dims
   for (; channel < head_dim; channel += kWidth) {
     add_values_block<MR, 1, Values>(p, correction, values, tokens, head_dim, channel, acc);
   }
@@ -1282,7 +1325,10 @@ static void add_values(const float* p, const float* correction, const Values& va
 }
 
 // Scores of one row to probabilities relative to the new maximum. Returns the factor for what came before.
-POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, float* max_, float* sum_) {
+// norms, if there are any, are multiplied into the probabilities once these have been summed: the scale of a value goes with
+// its probability.
+POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, const float* norms, float* max_,
+                                   float* sum_) {
   const int padded = (tokens + kWidth - 1) / kWidth * kWidth;
   for (int t = 0; t < first; ++t) s[t] = -kInf;
   for (int t = last; t < padded; ++t) s[t] = -kInf;
@@ -1295,11 +1341,11 @@ POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, fl
   const vf b = all(base);
   vf total = all(0.0f);
   for (int t = 0; t < padded; t += kWidth) {
-    const vf p = exponential(sub(load(s + t), b));
-    store(s + t, p);
+    const vf p = power_of_two(sub(load(s + t), b));
     total = add(total, p);
+    store(s + t, norms == nullptr ? p : mul(p, load(norms + t)));
   }
-  const float correction = old_max == new_max ? 1.0f : exponential_of(old_max - base);
+  const float correction = old_max == new_max ? 1.0f : power_of_two_of(old_max - base);
   *sum_ = *sum_ * correction + sum_lanes(total);
   *max_ = new_max;
   return correction;
@@ -1391,9 +1437,7 @@ static void transpose_keys(const Source& source, int64_t token, int tokens, int 
   for (; t < tokens; ++t) {
     for (int d = 0; d < head_dim; ++d) keys[d * kTile + t] = rows[t * stride + d];
   }
-  constexpr int kColumns = kWidth * kVectors;
-  const int padded = (tokens + kColumns - 1) / kColumns * kColumns;
-  for (; t < padded; ++t) {
+  for (; t < kTile; ++t) {
     for (int d = 0; d < head_dim; ++d) keys[d * kTile + t] = 0.0f;
   }
 }
@@ -1408,7 +1452,7 @@ struct Tile {
   const float* keys;       // [D][64]
   float factor;            // on the scores
   const uint8_t* packed;   // values as codes, or null: values in floats
-  const uint16_t* norms;   // float16 scales of the values in either packed form, or null
+  const float* norms;      // [64] scales of packed values, or null
   const float* levels;
   const float* values;
   int64_t value_stride;
@@ -1423,8 +1467,14 @@ static void panel(const Tile& tile, const float* q, int head_dim, const int64_t*
   } else {
     if (tile.scales != nullptr) {
       for (int d = 0; d < head_dim; ++d) {
-        POLYKV_UNROLL
-        for (int r = 0; r < MR; ++r) s.scaled[d * MR + r] = q[d * MR + r] * tile.scales[d];
+        if (2 * MR < kWidth) {
+          POLYKV_UNROLL
+          for (int r = 0; r < MR; ++r) s.scaled[d * MR + r] = q[d * MR + r] * tile.scales[d];
+        } else {  // whole vectors: what one writes beyond its channel, the next channel's overwrites
+          const vf scale = all(tile.scales[d]);
+          POLYKV_UNROLL
+          for (int r = 0; r < MR; r += kWidth) store(s.scaled + d * MR + r, mul(load(q + d * MR + r), scale));
+        }
       }
       q = s.scaled;
     }
@@ -1435,17 +1485,8 @@ static void panel(const Tile& tile, const float* q, int head_dim, const int64_t*
     int64_t lo = first[r] - tile.first, hi = last[r] - tile.first;
     lo = lo < 0 ? 0 : lo > tile.tokens ? tile.tokens : lo;
     hi = hi > tile.tokens ? tile.tokens : hi < lo ? lo : hi;
-    correction[r] = online_softmax(p + r * kTile, static_cast<int>(lo), static_cast<int>(hi), tile.tokens, max_ + r,
-                                   sum_ + r);
-  }
-  if (tile.norms != nullptr) {  // the scale of a value goes with its probability
-    float norms[kTile];
-    int t = 0;
-    for (; t + kWidth <= tile.tokens; t += kWidth) store(norms + t, load_half(tile.norms + t));
-    for (; t < tile.tokens; ++t) norms[t] = half_to_float(tile.norms[t]);
-    for (int r = 0; r < MR; ++r) {
-      for (int i = 0; i < tile.tokens; ++i) p[r * kTile + i] *= norms[i];
-    }
+    correction[r] = online_softmax(p + r * kTile, static_cast<int>(lo), static_cast<int>(hi), tile.tokens,
+                                   tile.norms, max_ + r, sum_ + r);
   }
   if (tile.packed == nullptr) {
     add_values<MR>(p, correction, FloatValues{tile.values, tile.value_stride}, tile.tokens, head_dim, acc);
@@ -1486,7 +1527,7 @@ static void attend(const Unit& unit, Scratch& s) {
     tile.first = first;
     tile.tokens = static_cast<int>(unit.last_token - first < kTile ? unit.last_token - first : kTile);
     if (earliest >= first + tile.tokens || latest <= first) continue;
-    tile.factor = group.scale;
+    tile.factor = group.scale * kLog2E;
     if (source.key_codes != nullptr) {
       const int64_t index = first / kTile;
       const int8_t* codes = source.key_codes + index * head_dim * kTile;
@@ -1508,7 +1549,11 @@ static void attend(const Unit& unit, Scratch& s) {
     }
     if (source.value_codes != nullptr) {
       const uint8_t* codes = source.value_codes + first * (3 * head_dim / 8);
-      tile.norms = source.value_scales + first;
+      int t = 0;
+      for (; t + kWidth <= tile.tokens; t += kWidth) store(s.norms + t, load_half(source.value_scales + first + t));
+      for (; t < tile.tokens; ++t) s.norms[t] = half_to_float(source.value_scales[first + t]);
+      for (; t < kTile; ++t) s.norms[t] = 0.0f;
+      tile.norms = s.norms;
       tile.levels = source.levels;
       if (once) {
         tile.packed = codes;
@@ -1544,6 +1589,14 @@ static void attend(const Unit& unit, Scratch& s) {
         POLYKV_PANEL(4)
         POLYKV_PANEL(5)
         POLYKV_PANEL(6)
+#if defined(POLYKV_AVX512)
+        POLYKV_PANEL(7)
+        POLYKV_PANEL(8)
+        POLYKV_PANEL(9)
+        POLYKV_PANEL(10)
+        POLYKV_PANEL(11)
+        POLYKV_PANEL(12)
+#endif
 #undef POLYKV_PANEL
       }
     }
@@ -1554,7 +1607,14 @@ static void attend(const Unit& unit, Scratch& s) {
 
 // Walsh-Hadamard transform in blocks, without the factor 1 / sqrt(block).
 static void hadamard(float* x, int head_dim, int block) {
-  for (int h = 1; h < block; h *= 2) {
+  int h = 1;
+#if defined(POLYKV_AVX512) || defined(POLYKV_AVX2)
+  // partners that share a vector: x[i ^ h] + x[i], or x[i ^ h] - x[i] in the upper of the two lanes
+  for (; h < kWidth && h < block; h *= 2) {
+    for (int i = 0; i < head_dim; i += kWidth) store(x + i, butterfly(load(x + i), h));
+  }
+#endif
+  for (; h < block; h *= 2) {
     for (int i = 0; i < head_dim; i += 2 * h) {
       for (int j = i; j < i + h; ++j) {
         const float a = x[j], b = x[j + h];
@@ -1581,7 +1641,7 @@ static void join(const Group& group, Scratch& s) {
     for (int d = 0; d < head_dim; ++d) out[d] = s.row[d] = 0.0f;
     for (int u = 0; u < group.num_units; ++u) {
       const Unit& unit = group.units[u];
-      const float w = exponential_of(unit.max[r] - base);
+      const float w = power_of_two_of(unit.max[r] - base);
       sum += w * unit.sum[r];
       const float* acc = unit.acc + static_cast<int64_t>(r) * head_dim;
       const bool packed = unit.source.value_codes != nullptr;
@@ -1605,7 +1665,7 @@ static void join(const Group& group, Scratch& s) {
       continue;
     }
     for (int d = 0; d < head_dim; ++d) out[d] /= sum;
-    *lse = max_ + __builtin_logf(sum);
+    *lse = max_ * kLn2 + __builtin_logf(sum);
   }
 }
 
@@ -1617,18 +1677,18 @@ static void merge(const float* const* outs, const float* const* lses, int num_st
     const float base = max_ == -kInf ? 0.0f : max_;
     // weights that are divided by their own sum stay exact where exp(lse - total) would round with the size of lse
     float total = 0.0f;
-    for (int i = 0; i < num_states; ++i) total += exponential_of(lses[i][row] - base);
+    for (int i = 0; i < num_states; ++i) total += power_of_two_of((lses[i][row] - base) * kLog2E);
     float* to = out + row * dim;
     if (total == 0.0f) {
       for (int64_t d = 0; d < dim; ++d) to[d] = 0.0f;
       lse[row] = -kInf;
       continue;
     }
-    const float first_weight = exponential_of(lses[0][row] - base);  // before lse[row] may be overwritten
+    const float first_weight = power_of_two_of((lses[0][row] - base) * kLog2E);  // before lse[row] may be overwritten
     const float* from = outs[0] + row * dim;
     for (int64_t d = 0; d < dim; ++d) to[d] = first_weight * from[d];
     for (int i = 1; i < num_states; ++i) {
-      const float w = exponential_of(lses[i][row] - base);
+      const float w = power_of_two_of((lses[i][row] - base) * kLog2E);
       from = outs[i] + row * dim;
       for (int64_t d = 0; d < dim; ++d) to[d] += w * from[d];
     }

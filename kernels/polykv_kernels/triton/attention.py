@@ -13,7 +13,9 @@ What keeps float16 products as good as the formats they come from:
 * The eight levels times 1250 / 1024 are float16 numbers exactly, so the codebook is not rounded either.
 * A token's value scale goes into its probability, which is divided by a power of two kept per row.
 
-What remains is the rounding of probabilities to float16, 2 ** -12 each.
+What remains is the rounding of probabilities to float16, 2 ** -12 each. The maximum that they are relative to is rounded up to
+an integer, so they round alike in any tile and split: how many rows or splits there are does not change a row's result
+beyond float32's rounding.
 """
 
 from __future__ import annotations
@@ -82,14 +84,15 @@ def _softmax_step(s, value_scale, m, sums, unit):  # type: ignore[no-untyped-def
     Args:
         s: scores of the tile in base two, float32 ``[BM, 64]``; -inf where masked.
         value_scale: factor of each token's value, float32 ``[64]``.
-        m: running maximum ``[BM]``.
+        m: running maximum ``[BM]``, rounded up to an integer: factors between tiles and splits are then powers of two, so
+            that the float16 weights round alike however the tokens are split.
         sums: running sum ``[BM]`` of ``exp2(s - m)``.
         unit: ``[BM]``, the power of two in whose units the rows of the accumulator are.
 
     Returns:
         The float16 weights ``[BM, 64]`` in the new units, the factor for the accumulator, and new m, sums and unit.
     """
-    new_m = tl.maximum(m, tl.max(s, 1))
+    new_m = tl.maximum(m, tl.ceil(tl.max(s, 1)))
     finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen no key yet
     p = tl.exp2(s - finite_m[:, None])
     alpha = tl.exp2(m - finite_m)
@@ -247,7 +250,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
                 scaled = scaled * s_inverse[:, None]
                 high = scaled.to(tl.float16)
                 low = (scaled - high.to(tl.float32)).to(tl.float16)
-            for part in tl.static_range(_TILE // BN):
+            for part in range(_TILE // BN):
                 in_tile = part * BN + tl.arange(0, BN)
                 token = tile * _TILE + in_tile
                 valid = token < packed_tokens
@@ -329,7 +332,8 @@ def attend(
         return -(-tiles // tiles_per_split), tiles_per_split
 
     packed_tokens = encoded.num_tokens - encoded.num_exact
-    exact_tile = exact_tile_size(packed_tokens > 0)
+    exact_element = encoded.exact.keys.element_size() if encoded.exact is not None else q.element_size()
+    exact_tile = exact_tile_size(packed_tokens > 0, head_dim, exact_element)
     exact_splits, exact_tiles_per_split = split(encoded.num_exact, exact_tile)
     packed_splits, packed_tiles_per_split = split(packed_tokens)
     all_splits = exact_splits + packed_splits
@@ -400,9 +404,13 @@ def attend(
     return merge_splits(partial, stats, exact_splits, sign_seed, rows, out_dtype or q.dtype)
 
 
-def exact_tile_size(packed: bool) -> int:
-    """Exact tokens taken at a time: few in front of packed ones, where there are few; their tile costs registers."""
-    return 16 if packed else TILE_SIZE
+def exact_tile_size(packed: bool, head_dim: int, element_size: int) -> int:
+    """Exact tokens taken at a time.
+
+    Few in front of packed ones, where there are few and registers are wanted elsewhere; else as many as make 16 KB of
+    keys, for shared memory's sake.
+    """
+    return 16 if packed else min(TILE_SIZE, 16384 // (head_dim * element_size))
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -411,7 +419,9 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 def _as_words(codes: Tensor) -> Tensor:
     """Packed codes ``[Hkv, T, 3 * D / 8]`` uint8 as int32 words, ``[Hkv, T, 3 * D / 32]``."""
-    aligned = codes.stride(2) == 1 and not any(n % 4 for n in (codes.stride(0), codes.stride(1), codes.storage_offset()))
+    aligned = codes.stride(2) == 1 and not any(
+        n % 4 for n in (codes.stride(0), codes.stride(1), codes.storage_offset())
+    )
     # the storage may lie anywhere, in a mapped file for example
     if not aligned or codes.data_ptr() % 4:
         codes = codes.clone(memory_format=torch.contiguous_format)

@@ -186,7 +186,7 @@ def compile_attention(
             "D": head_dim,
             "BM": tile.block_m,
             "BN": tile.block_n,
-            "BE": attention.exact_tile_size(form["PACKED"]),
+            "BE": attention.exact_tile_size(form["PACKED"], head_dim, dtype.itemsize),
             "WINDOW": window,
             **form,
         },
@@ -266,7 +266,9 @@ def main() -> None:
     parser.add_argument("--tiles", type=Path, default=TILES_FILE, help="a tiles file (default: the shipped one)")
     options = parser.parse_args()
     table = read_table(options.tiles)
-    print("| architecture | head dim | layout | rows, warps, stages | registers | spills | shared | matrix instructions |")
+    print(
+        "| architecture | head dim | layout | rows, warps, stages | registers | spills | shared | matrix instructions |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for architecture in options.architecture:
         for head_dim in options.head_dim:
