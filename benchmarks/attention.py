@@ -152,13 +152,13 @@ def unusable(name: str, head_dim: int = 64) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
-    """What one count of threads can do at most, as measured here."""
+    """What one count of threads can do at most: the best that was measured so far, since others may use the cores."""
 
-    read_bytes_per_s: float
-    flops_per_s: float
-    gemm: str
+    read_bytes_per_s: float = 0.0
+    flops_per_s: float = 0.0
+    gemm: str = ""
 
     def roofline(self, num_bytes: int, flops: float) -> float:
         return max(num_bytes / self.read_bytes_per_s, flops / self.flops_per_s)
@@ -174,33 +174,47 @@ def best_of(call: Callable[[], object], repeats: int) -> float:
     return best
 
 
-def measure_machine(threads: int, buffer: Tensor) -> Machine:
+def measure_machines(machines: dict[int, Machine], buffer_bytes: int) -> None:
     """Read bandwidth over a buffer much larger than the caches, and the fastest cache-resident float32 product.
 
     torch has no loop of bare multiply-adds. Its default product may use narrower vectors than the CPU has (MKL on other
     makers' CPUs does), so oneDNN is asked as well; with the slower of the two the roofline would be no bound.
     """
-    torch.set_num_threads(threads)
+    buffer = torch.ones(buffer_bytes // 4)
     passes: tuple[Callable[[], object], ...] = (
         lambda: buffer.sum(),
         lambda: buffer.amax(),
         lambda: torch.dot(buffer, buffer),
     )
-    seconds = min(best_of(read, 8) for read in passes)
-    flops, gemm = 0.0, ""
-    for size in (256, 384, 512, 768):
-        a, b = torch.randn(size, size), torch.randn(size, size)
-        products: dict[str, Callable[[], object]] = {"mm": partial(torch.mm, a, b)}
-        if torch.backends.mkldnn.is_available():
-            products["oneDNN"] = partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
-        for name, product in products.items():
-            try:
-                rate = 2 * size**3 / best_of(product, 30)
-            except (RuntimeError, AttributeError):  # a private op of torch: it may change or not be there
-                continue
-            if rate > flops:
-                flops, gemm = rate, f"{name} {size}"
-    return Machine(buffer.nbytes / seconds, flops, gemm)
+    fewer = Machine()
+    for threads, machine in sorted(machines.items()):
+        torch.set_num_threads(threads)
+        rate = buffer.nbytes / min(best_of(read, 6) for read in passes)
+        # more threads can always do what fewer did
+        machine.read_bytes_per_s = max(machine.read_bytes_per_s, fewer.read_bytes_per_s, rate)
+        if fewer.flops_per_s > machine.flops_per_s:
+            machine.flops_per_s, machine.gemm = fewer.flops_per_s, fewer.gemm
+        for size in (256, 384, 512, 768):
+            a, b = torch.randn(size, size), torch.randn(size, size)
+            products: dict[str, Callable[[], object]] = {"mm": partial(torch.mm, a, b)}
+            if torch.backends.mkldnn.is_available():
+                products["oneDNN"] = partial(torch.ops.mkldnn._linear_pointwise, a, b, None, "none", [], "")
+            for name, product in products.items():
+                try:
+                    rate = 2 * size**3 / best_of(product, 20)
+                except (RuntimeError, AttributeError):  # a private op of torch: it may change or not be there
+                    continue
+                if rate > machine.flops_per_s:
+                    machine.flops_per_s, machine.gemm = rate, f"{name} {size}"
+        fewer = machine
+
+
+def describe_machines(machines: dict[int, Machine]) -> str:
+    return "\n".join(
+        f"{threads} thread{'s' * (threads > 1)}: read {machine.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"GEMM peak {machine.flops_per_s / 1e9:.0f} GFLOP/s ({machine.gemm})"
+        for threads, machine in machines.items()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- timing
@@ -239,8 +253,11 @@ class System:
 
 @dataclass(frozen=True)
 class Timing:
+    """Medians over the rounds, and all wall time over all CPU time: how much of it the cores did something else."""
+
     wall: float
     cpu: float
+    crowding: float = 1.0
 
     def by(self, threads: int) -> float:
         """CPU time on one thread, wall time on several."""
@@ -274,10 +291,11 @@ def measure(systems: dict[str, System], effort: Effort) -> dict[str, Timing]:
             if pause:  # workers of the system before must not still be spinning
                 time.sleep(pause)
             taken[name].append(system.turn())
-    return {
-        name: Timing(statistics.median(w for w, _ in turns), statistics.median(c for _, c in turns))
-        for name, turns in taken.items()
-    }
+    timings: dict[str, Timing] = {}
+    for name, turns in taken.items():
+        walls, cpus = zip(*turns, strict=True)
+        timings[name] = Timing(statistics.median(walls), statistics.median(cpus), sum(walls) / sum(cpus))
+    return timings
 
 
 # ------------------------------------------------------------------------------------------------------ operands
@@ -468,8 +486,13 @@ class Point:
     ours: dict[str, Timing]
     stacked: Timing
     independent: Timing | None
-    roofline: float
+    flops: float
+    machine: Machine
     forms: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def roofline(self) -> float:
+        return self.machine.roofline(self.packed_bytes, self.flops)
 
     def baseline(self, name: str) -> float | None:
         timing = self.stacked if name == "stacked" else self.independent
@@ -535,18 +558,18 @@ def measure_point(
         chosen[baseline], forms[baseline] = fastest_form(options, want_out, f"{baseline}, {where}", threads)
         systems[baseline] = options[chosen[baseline]].system
     timings = measure(systems, effort)
-    packed = operands.segments[0].nbytes
     flops = 4.0 * agents * shape.num_heads * shape.head_dim * operands.tokens
     return Point(
         name,
         operands.tokens,
         agents,
         threads,
-        packed,
+        operands.segments[0].nbytes,
         {backend: timings[backend] for backend in backends},
         timings["stacked"],
         timings.get("independent"),
-        machine.roofline(packed, flops),
+        flops,
+        machine,
         forms,
     )
 
@@ -614,6 +637,10 @@ def run_decode(options: argparse.Namespace, machines: dict[int, Machine], deadli
         shape = SHAPES[name]
         backends = backends_for(options, name)
         for tokens in options.tokens:
+            if time.monotonic() > deadline:
+                late.append(f"{name} {tokens}")
+                continue
+            measure_machines(machines, options.buffer_bytes)  # again: the first time others may have been busy
             torch.set_num_threads(max(options.threads))
             try:
                 operands = Operands.make(shape, tokens, codec, max(options.agents), options.budget, options.cold)
@@ -685,7 +712,8 @@ def print_growth(points: Sequence[Point], threads: int) -> None:
                 for n in agents:
                     have = [(t, seconds[shape, t, n]) for t in tokens if (shape, t, n) in seconds]
                     cells.append(f"{slope(*zip(*have, strict=True)):.2f}" if len(have) > 1 else "-")
-                print(f"| {shape} | {system} | " + " | ".join(cells) + " |")
+                if set(cells) != {"-"}:
+                    print(f"| {shape} | {system} | " + " | ".join(cells) + " |")
     if len(agents) > 1:
         first = agents[0]
         print(f"\nOver agents: time(N) / time({first}).\n")
@@ -965,11 +993,7 @@ def print_environment(options: argparse.Namespace, machines: dict[int, Machine])
     print(f"GOMP_SPINCOUNT: {spin}")
     if hasattr(os, "getloadavg"):
         print(f"load average at the start: {os.getloadavg()[0]:.2f}")
-    for threads, machine in machines.items():
-        print(
-            f"{threads} thread{'s' * (threads > 1)}: read {machine.read_bytes_per_s / 1e9:.1f} GB/s, "
-            f"GEMM peak {machine.flops_per_s / 1e9:.0f} GFLOP/s ({machine.gemm})"
-        )
+    print(describe_machines(machines))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -1020,7 +1044,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if (options.json or options.plot) and "decode" not in options.sections:
         parser.error("--json and --plot hold decode times; leave out the section, or add --quick")
 
-    options.effort = Effort(seconds=1.2 if quick else 2.5)
+    options.effort = Effort(seconds=1.2 if quick else 2.0)
     if options.rounds:
         options.effort = replace(options.effort, least=options.rounds, most=options.rounds)
     options.budget = int(options.memory * 1e9)
@@ -1030,6 +1054,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         print(
             f"memory for operands: {options.budget / 1e9:.1f} GB, 60 % of what is free, instead of {options.memory:g} GB"
         )
+    options.buffer_bytes = max(2**26, min(8 * last_level_cache_bytes(), options.budget // 4))
     options.cold = min(3 * last_level_cache_bytes(), options.budget // 8)
     return options
 
@@ -1039,9 +1064,8 @@ def main() -> None:
     started = time.monotonic()
     options = parse()
     torch.manual_seed(0)
-    buffer = torch.ones(max(2**26, min(8 * last_level_cache_bytes(), options.budget // 4)) // 4)
-    machines = {threads: measure_machine(threads, buffer) for threads in options.threads}
-    del buffer
+    machines = {threads: Machine() for threads in options.threads}
+    measure_machines(machines, options.buffer_bytes)
     print_environment(options, machines)
     points: list[Point] = []
     prefill: dict[tuple[str, int, str], float] = {}
@@ -1058,6 +1082,7 @@ def main() -> None:
     except WrongResult as error:
         sys.exit(f"wrong result, nothing after it was timed: {error}")
     if points:
+        print(f"\nBest rates of the whole run, which all that follows is based on:\n\n{describe_machines(machines)}")
         print_forms(points)
         print_growth(points, min(options.threads))
     print_goals("cpu" if "cpu" in options.backends else options.backends[0], points, prefill, encode)
@@ -1065,11 +1090,11 @@ def main() -> None:
         options.json.write_text(json.dumps([p.row(b) for p in points for b in p.ours], indent=2) + "\n")
     if options.plot and points:
         plot(options.plot, points, options.codec)
-    strangers = [p.stacked.wall / p.stacked.cpu for p in points if p.threads == 1]
-    if strangers:
+    crowding = [p.stacked.crowding for p in points if p.threads == 1]
+    if crowding:
         print(
-            f"\nOn one thread wall time was {statistics.median(strangers):.2f}x of CPU time (median of `stacked`). On an idle "
-            "machine it is 1.00x; well above that, the wall times, and all of the times on two threads, say little."
+            f"\nOn one thread all wall time was {statistics.fmean(crowding):.2f}x of all CPU time (`stacked`). An idle "
+            "machine gives 1.00x; from about 1.05x on, times on two threads say little: a part waits for a thread that waits."
         )
     load = f", load average {os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else ""
     print(f"\n{time.monotonic() - started:.0f} s in all{load}")

@@ -2,133 +2,45 @@
 
 import itertools
 import math
-import os
 import random
-from functools import lru_cache
 
 import pytest
 import torch
 from helpers import relative_error
-from torch import Tensor
+from kernel_cases import (
+    BOUNDS,
+    FULL,
+    HEAD_DIMS,
+    INF,
+    LAYOUTS,
+    RATIOS,
+    ROWS,
+    TOKENS,
+    all_pairs,
+    assert_close,
+    decoded,
+    oracle,
+    over_backends,
+    ragged_oracle,
+    random_query,
+    random_segment,
+    segment_of,
+    whole_grid,
+    windows,
+)
 
-from polykv.codecs import get_codec
-from polykv_kernels import EncodedKV, Int8Keys, LloydMax3Values, ops
-
-FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
-
-
-LAYOUTS = ("exact", "paper", "k8v3")
-HEAD_DIMS = (32, 64, 80, 96, 128, 256)
-RATIOS = (1, 3, 4, 7, 8)  # query heads a KV head
-ROWS = (1, 3, 15, 45, 129)
-TOKENS = (1, 63, 64, 65, 511, 512, 513, 1000)  # a tile is 64 tokens, a chunk 512
-BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-12}  # max|error| / max|reference|
-INF = math.inf
-
-
-# ----------------------------------------------------------------------------------------------------- oracle
-
-
-def oracle(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Head by head; ``q`` ``[rows, Hq, D]``, keys and values ``[Hkv, T, D]``, ``visible`` ``[rows, T]``."""
-    q, keys, values = q.double(), keys.double(), values.double()
-    ratio = q.shape[1] // keys.shape[0]
-    outs, lses = [], []
-    for head in range(q.shape[1]):
-        logits = q[:, head] @ keys[head // ratio].T * scale  # [rows, T]
-        if visible is not None:
-            logits[~visible] = -INF
-        top = logits.amax(dim=1, keepdim=True)
-        top[top == -INF] = 0.0
-        weights = (logits - top).exp()
-        total = weights.sum(dim=1, keepdim=True)
-        outs.append(weights @ values[head // ratio] / total.clamp_min(1e-300))
-        lses.append((total.log() + top)[:, 0])
-    return torch.stack(outs, 1), torch.stack(lses, 1)
-
-
-def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], bound: float) -> None:
-    """Out within the relative bound; lse too, in units of 1 at least, since what weighs is exp(lse)."""
-    (out, lse), (want_out, want_lse) = got, want
-    assert out.shape == want_out.shape
-    assert lse.shape == want_lse.shape
-    empty = want_lse == -INF
-    assert torch.equal(lse == -INF, empty)
-    assert (out[empty] == 0).all()
-    if empty.all():
-        return
-    if want_out.any():
-        error = relative_error(out[~empty], want_out[~empty])
-        assert error <= bound, f"out is off by {error:.3g}"
-    else:
-        assert not out.any()
-    lse, want_lse = lse[~empty].double(), want_lse[~empty]
-    error = float((lse - want_lse).abs().max() / want_lse.abs().max().clamp_min(1.0))
-    assert error <= bound, f"lse is off by {error:.3g}"
-
-
-@lru_cache(maxsize=32)
-def random_segment(layout: str, heads: int, tokens: int, head_dim: int, start: int = 0) -> EncodedKV:
-    """Keys whose channels differ in size, so that their scales do, and whose logits have variance 1.
-
-    The variance matters: at 2.75, torch's own float32 attention is off the oracle by more than 2e-6 at times.
-    """
-    generator = torch.Generator().manual_seed(tokens * 1000 + head_dim)
-    keys, values = torch.randn(2, heads, tokens, head_dim, generator=generator)
-    size = 1.0 + torch.arange(head_dim) % 5
-    return segment_of(layout, keys * size / size.square().mean().sqrt(), values, start)
-
-
-def segment_of(layout: str, keys: Tensor, values: Tensor, start: int = 0) -> EncodedKV:
-    return get_codec(layout).encode(keys, values, torch.arange(start, start + keys.shape[1]))
-
-
-def decoded(segment: EncodedKV) -> tuple[Tensor, Tensor]:
-    """What a segment stands for, in float64. ``tests/codecs`` checks this against the format itself."""
-    return ops.decode(segment, torch.float64)
-
-
-def random_query(rows: int, heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(rows, heads, head_dim).to(dtype)
-
+from polykv_kernels import EncodedKV, Int8Keys, LloydMax3Values, cpu, ops
 
 # ------------------------------------------------------------------------------------------ shared attention
 
-
-def all_pairs(*axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Points of the grid such that every pair of values of two axes occurs; every point in a full run."""
-    points = list(itertools.product(*axes))
-    if FULL:
-        return points
-    random.Random(0).shuffle(points)
-    seen: set[tuple[int, int, int, int]] = set()
-    chosen = []
-    for point in points:
-        pairs = {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(point), 2)}
-        if not pairs <= seen:
-            seen |= pairs
-            chosen.append(point)
-    return chosen
-
-
-GRID = all_pairs(HEAD_DIMS, RATIOS, ROWS, TOKENS)
 UNKIND = (128, 8, 129, 513)  # out is off by 2.5e-6 here when q is scaled, and so rounded, before the product
-if UNKIND not in GRID:
-    GRID.append(UNKIND)
-
-
-def windows(start: int, tokens: int, rows: int) -> tuple[Tensor, int]:
-    """Positions past the segment and a window that cuts it, inside a tile, at another token for every row."""
-    window = tokens // 2 + 7
-    return start + tokens + torch.arange(rows) * max(1, tokens // rows), window
+GRID = over_backends(HEAD_DIMS, RATIOS, ROWS, TOKENS, also=(UNKIND,))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("head_dim", "ratio", "rows", "tokens"), GRID)
-def test_shared_attention_equals_the_dense_oracle(layout, head_dim, ratio, rows, tokens):
-    """With and without a sliding window, in float32 and float64, for one or two KV heads."""
+@pytest.mark.parametrize(("backend", "head_dim", "ratio", "rows", "tokens"), GRID, indirect=["backend"], ids=str)
+def test_shared_attention_equals_the_dense_oracle(layout, backend, head_dim, ratio, rows, tokens):
+    """With and without a sliding window, in every dtype and number of splits, for one or two KV heads."""
     heads = 1 if ratio > 4 else 2
     start = 0 if rows % 2 else 100
     segment = random_segment(layout, heads, tokens, head_dim, start)
@@ -136,25 +48,31 @@ def test_shared_attention_equals_the_dense_oracle(layout, head_dim, ratio, rows,
     scale = head_dim**-0.5
     positions, window = windows(start, tokens, rows)
     in_window = torch.arange(start, start + tokens) > positions[:, None] - window
-    for dtype, bound in BOUNDS.items():
+    for dtype, bound in backend.bounds.items():
         q = random_query(rows, ratio * heads, head_dim, dtype)
-        got = ops.shared_attention(q, segment, scale)
-        assert got[0].dtype == got[1].dtype == dtype
-        assert_close(got, oracle(q, keys, values, scale), bound)
-        got = ops.shared_attention(q, segment, scale, q_positions=positions, window=window)
-        assert got[0].dtype == got[1].dtype == dtype
-        assert_close(got, oracle(q, keys, values, scale, in_window), bound)
+        for arguments, visible in (
+            ({"q_positions": None, "window": None}, None),
+            ({"q_positions": positions, "window": window}, in_window),
+        ):
+            want = oracle(q, keys, values, scale, visible)
+            got = ops.shared_attention(q, segment, scale, **arguments)
+            assert got[0].dtype == got[1].dtype == dtype
+            assert_close(got, want, bound)
+            for splits in backend.splits:
+                got = cpu.shared_attention(q, segment, scale, **arguments, splits=splits)
+                assert_close(got, want, bound)
 
 
 def test_the_grid_has_every_pair_of_values():
     axes = (HEAD_DIMS, RATIOS, ROWS, TOKENS)
+    grid = all_pairs(*axes)
     for i, j in itertools.combinations(range(4), 2):
-        assert {(point[i], point[j]) for point in GRID} == set(itertools.product(axes[i], axes[j]))
+        assert {(point[i], point[j]) for point in grid} == set(itertools.product(axes[i], axes[j]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("start", [0, 1, 37, 4096])
-def test_a_window_is_by_absolute_position_wherever_it_cuts(layout, start):
+def test_a_window_is_by_absolute_position_wherever_it_cuts(backend, layout, start):
     """Rows of successive positions slide the window over three tiles and past them."""
     tokens, window = 150, 64
     segment = random_segment(layout, 2, tokens, 64, start)
@@ -170,21 +88,22 @@ def test_a_window_is_by_absolute_position_wherever_it_cuts(layout, start):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_row_whose_window_excludes_the_segment_has_out_0_and_lse_minus_infinity(layout, dtype):
+def test_a_row_whose_window_excludes_the_segment_has_out_0_and_lse_minus_infinity(backend, layout):
     segment = random_segment(layout, 2, 65, 32)
     positions = torch.tensor([65, 500, 80, 64 + 16, 64 + 17])  # with a window of 16, the last key seen is 64
-    out, lse = ops.shared_attention(random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions, window=16)
-    assert torch.isfinite(out).all()
-    assert (lse == -INF).all(dim=1).tolist() == [False, True, True, True, True]
-    assert (out == 0).flatten(1).all(dim=1).tolist() == [False, True, True, True, True]
-    out, lse = ops.shared_attention(random_query(5, 4, 32, dtype), segment, 0.2, q_positions=positions + 16, window=16)
-    assert not out.any()
-    assert (lse == -INF).all()
+    for dtype in (torch.bfloat16, *backend.bounds):
+        q = random_query(5, 4, 32, dtype)
+        out, lse = ops.shared_attention(q, segment, 0.2, q_positions=positions, window=16)
+        assert torch.isfinite(out).all()
+        assert (lse == -INF).all(dim=1).tolist() == [False, True, True, True, True]
+        assert (out == 0).flatten(1).all(dim=1).tolist() == [False, True, True, True, True]
+        out, lse = ops.shared_attention(q, segment, 0.2, q_positions=positions + 16, window=16)
+        assert not out.any()
+        assert (lse == -INF).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_positions_without_a_window_change_nothing(layout):
+def test_positions_without_a_window_change_nothing(backend, layout):
     segment = random_segment(layout, 2, 65, 32)
     q = random_query(3, 4, 32)
     got = ops.shared_attention(q, segment, 0.2, q_positions=torch.arange(3))
@@ -195,7 +114,7 @@ def test_positions_without_a_window_change_nothing(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_queries_are_computed_in_float32_and_rounded_once(layout, dtype):
+def test_half_precision_queries_are_computed_in_float32_and_rounded_once(backend, layout, dtype):
     segment = random_segment(layout, 2, 513, 64)
     q = random_query(15, 6, 64, dtype)
     out, lse = ops.shared_attention(q, segment, 0.125)
@@ -207,7 +126,7 @@ def test_half_precision_queries_are_computed_in_float32_and_rounded_once(layout,
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_queries_give_what_contiguous_ones_do(layout):
+def test_strided_queries_give_what_contiguous_ones_do(backend, layout):
     """The model's query is a transposed view ``[1, Hq, rows, D]``."""
     segment = random_segment(layout, 2, 65, 64)
     q = torch.randn(6, 9, 128)[..., ::2].transpose(0, 1)
@@ -218,7 +137,7 @@ def test_strided_queries_give_what_contiguous_ones_do(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_changes_neither_the_segment_nor_the_query(layout):
+def test_attention_changes_neither_the_segment_nor_the_query(backend, layout):
     segment = random_segment(layout, 2, 130, 32)
     before = {name: tensor.clone() for name, tensor in segment.tensors().items()}
     q = random_query(3, 4, 32)
@@ -234,7 +153,7 @@ def test_attention_changes_neither_the_segment_nor_the_query(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("logit", [0.0, 1.0, 100.0, 1e4])
-def test_equal_keys_give_the_mean_value_however_large_their_logit(layout, logit):
+def test_equal_keys_give_the_mean_value_however_large_their_logit(backend, layout, logit):
     """Rounding a logit of 1e4 in float32 costs 1e-3, but the same 1e-3 for every key.
 
     Only the exact first token of ``k8v3`` may be off the rest by that, with 1 / tokens of the weight.
@@ -256,7 +175,7 @@ def test_equal_keys_give_the_mean_value_however_large_their_logit(layout, logit)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("at", [0, 1, 64, 599])
-def test_one_logit_of_1e4_takes_everything(layout, at):
+def test_one_logit_of_1e4_takes_everything(backend, layout, at):
     head_dim = 64
     keys = torch.zeros(1, 600, head_dim)
     keys[0, at] = 100.0
@@ -272,7 +191,7 @@ def test_one_logit_of_1e4_takes_everything(layout, at):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_denormal_input_neither_overflows_nor_turns_into_nan(layout):
+def test_denormal_input_neither_overflows_nor_turns_into_nan(backend, layout):
     """Numbers of 1e-40: a denormal query or key leaves the mean of the values, denormal values almost 0."""
     keys, values = torch.randn(2, 1, 130, 64)
     for scaled in ((1e-40, 1.0, 1.0), (1.0, 1e-40, 1.0), (1.0, 1.0, 1e-40), (1e-40, 1e-40, 1e-40)):
@@ -288,7 +207,7 @@ def test_denormal_input_neither_overflows_nor_turns_into_nan(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("start", [0, 7])
-def test_a_single_token_gives_its_own_value_whatever_the_query(layout, start):
+def test_a_single_token_gives_its_own_value_whatever_the_query(backend, layout, start):
     segment = segment_of(layout, torch.randn(2, 1, 64), torch.randn(2, 1, 64), start)
     keys, values = decoded(segment)
     q = random_query(15, 6, 64) * 50
@@ -298,7 +217,7 @@ def test_a_single_token_gives_its_own_value_whatever_the_query(layout, start):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_outlier_token_with_a_huge_value_does_not_disturb_rows_that_ignore_it(layout):
+def test_an_outlier_token_with_a_huge_value_does_not_disturb_rows_that_ignore_it(backend, layout):
     """A value of 1e4 behind a logit of -1e4 contributes exactly nothing."""
     keys, values = torch.randn(2, 1, 130, 64)
     keys[0, 100] = -1000.0
@@ -316,7 +235,7 @@ def test_an_outlier_token_with_a_huge_value_does_not_disturb_rows_that_ignore_it
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bad", [math.nan, INF])
-def test_a_broken_row_stays_broken_and_leaves_the_others_bitwise_alike(layout, bad):
+def test_a_broken_row_stays_broken_and_leaves_the_others_bitwise_alike(backend, layout, bad):
     """NaN must come out as NaN: an output of 0 would hide a broken forward pass from the logits' check."""
     segment = random_segment(layout, 2, 600, 64)
     q = random_query(15, 6, 64)
@@ -331,7 +250,7 @@ def test_a_broken_row_stays_broken_and_leaves_the_others_bitwise_alike(layout, b
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_row_gives_the_same_alone_and_among_others(layout):
+def test_a_row_gives_the_same_alone_and_among_others(backend, layout):
     """Batches of different shapes reduce in different orders, each within its own bound of the oracle."""
     bound = 2 * BOUNDS[torch.float32]
     segment = random_segment(layout, 2, 600, 64)
@@ -346,7 +265,7 @@ def test_a_row_gives_the_same_alone_and_among_others(layout):
         assert relative_error(alone[1][0], together[1][row]) <= bound
 
 
-def test_a_broken_tail_leaves_the_other_requests_bitwise_alike():
+def test_a_broken_tail_leaves_the_other_requests_bitwise_alike(backend):
     """Decode steps are padded into one batch, prefill chunks are not: requests must be kept apart in both."""
     lengths, counts = (3, 40, 1, 17, 9), (1, 1, 1, 5, 9)
     keys = [torch.randn(2, length, 32) for length in lengths]
@@ -380,8 +299,10 @@ def test_a_broken_row_of_masked_attention_leaves_the_others_bitwise_alike():
 # ---------------------------------------------------------------------------------------------- private tails
 
 
-@pytest.mark.parametrize(("head_dim", "ratio", "rows"), all_pairs(HEAD_DIMS, RATIOS, ROWS))
-def test_ragged_attention_equals_the_causal_oracle_of_each_request(head_dim, ratio, rows):
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "ratio", "rows"), over_backends(HEAD_DIMS, RATIOS, ROWS), indirect=["backend"], ids=str
+)
+def test_ragged_attention_equals_the_causal_oracle_of_each_request(backend, head_dim, ratio, rows):
     """Decode steps and prefill chunks of up to ``rows`` rows together, after tails of 0 to 100 tokens."""
     heads = 1 if ratio > 4 else 2
     rng = random.Random(head_dim * ratio + rows)
@@ -389,25 +310,21 @@ def test_ragged_attention_equals_the_causal_oracle_of_each_request(head_dim, rat
     rng.shuffle(counts)
     lengths = [count + rng.choice([0, 1, 23, 64, 100]) for count in counts]
     scale = head_dim**-0.5
-    for dtype, bound in BOUNDS.items():
+    for dtype, bound in backend.bounds.items():
         keys = [torch.randn(heads, length, head_dim, dtype=dtype) for length in lengths]
         values = [torch.randn(heads, length, head_dim, dtype=dtype) for length in lengths]
         q = random_query(sum(counts), heads * ratio, head_dim, dtype)
         for window in (None, 1, 20, 64):
+            want = ragged_oracle(q, keys, values, counts, scale, window)
             got = ops.ragged_attention(q, keys, values, counts, scale, window=window)
             assert got[0].dtype == got[1].dtype == dtype
-            wants, first = [], 0
-            for k, v, count in zip(keys, values, counts, strict=True):
-                at = torch.arange(k.shape[1] - count, k.shape[1])[:, None]
-                slots = torch.arange(k.shape[1])
-                visible = (slots <= at) & (slots > at - (window or 10**9))
-                wants.append(oracle(q[first : first + count], k, v, scale, visible))
-                first += count
-            want = tuple(torch.cat(parts) for parts in zip(*wants, strict=True))
             assert_close(got, want, bound)
+            for splits in backend.splits:
+                got = cpu.ragged_attention(q, keys, values, counts, scale, window=window, splits=splits)
+                assert_close(got, want, bound)
 
 
-def test_ragged_attention_of_half_precision_tails_keeps_q_dtype_and_a_float32_lse():
+def test_ragged_attention_of_half_precision_tails_keeps_q_dtype_and_a_float32_lse(backend):
     keys, values = torch.randn(2, 2, 30, 64, dtype=torch.bfloat16)
     q = random_query(4, 6, 64, torch.bfloat16)
     out, lse = ops.ragged_attention(q, [keys, keys[:, :9]], [values, values[:, :9]], [1, 3], 0.125)
@@ -418,7 +335,7 @@ def test_ragged_attention_of_half_precision_tails_keeps_q_dtype_and_a_float32_ls
     assert relative_error(out[:1], want[0]) <= 2**-8
 
 
-def test_ragged_attention_of_no_requests_is_empty():
+def test_ragged_attention_of_no_requests_is_empty(backend):
     out, lse = ops.ragged_attention(torch.zeros(0, 6, 32), [], [], [], 0.2)
     assert out.shape == (0, 6, 32)
     assert lse.shape == (0, 6)
@@ -428,7 +345,8 @@ def test_ragged_attention_of_no_requests_is_empty():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "ratio", "rows", "tokens"), all_pairs(HEAD_DIMS, RATIOS, (1, 3, 15), (1, 65, 513))
+    ("head_dim", "ratio", "rows", "tokens"),
+    (whole_grid if FULL else all_pairs)(HEAD_DIMS, RATIOS, (1, 3, 15), (1, 65, 513)),
 )
 def test_masked_attention_equals_the_dense_oracle_for_every_form_of_mask(head_dim, ratio, rows, tokens):
     heads = 1 if ratio > 4 else 2
@@ -481,48 +399,48 @@ def tiles_of(segment: EncodedKV, first: int, last: int) -> EncodedKV:
 
 
 @pytest.mark.parametrize("layout", ["paper", "k8v3"])
-@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_segment_split_at_any_tile_and_merged_equals_the_whole(layout, dtype, window):
+def test_a_segment_split_at_any_tile_and_merged_equals_the_whole(backend, layout, window):
     """The windows of the last rows exclude the whole first part."""
     segment = random_segment(layout, 2, 500, 64, 1000)
-    q = random_query(9, 6, 64, dtype)
     positions = torch.arange(1500, 1500 + 9 * 30, 30)
     arguments = {"q_positions": positions, "window": window}
-    whole = ops.shared_attention(q, segment, 0.125, **arguments)
-    for cut in range(1, 8):
-        parts = (tiles_of(segment, 0, cut), tiles_of(segment, cut, 8))
-        states = [ops.shared_attention(q, part, 0.125, **arguments) for part in parts]
-        assert_close(ops.merge_attention_states(*states), tuple(x.double() for x in whole), BOUNDS[dtype])
+    for dtype, bound in backend.bounds.items():
+        q = random_query(9, 6, 64, dtype)
+        whole = ops.shared_attention(q, segment, 0.125, **arguments)
+        for cut in range(1, 8):
+            parts = (tiles_of(segment, 0, cut), tiles_of(segment, cut, 8))
+            states = [ops.shared_attention(q, part, 0.125, **arguments) for part in parts]
+            assert_close(ops.merge_attention_states(*states), tuple(x.double() for x in whole), bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", BOUNDS)
-def test_segments_encoded_apart_merge_to_attention_over_all_their_tokens(layout, dtype):
+def test_segments_encoded_apart_merge_to_attention_over_all_their_tokens(backend, layout):
     """Segments of 1, 63, 130 and 600 tokens and a private tail, merged in random orders and groupings."""
     sizes = (1, 63, 130, 600)
     starts = [0, *itertools.accumulate(sizes)]
     segments = [random_segment(layout, 2, size, 64, start) for size, start in zip(sizes, starts, strict=False)]
-    q = random_query(5, 6, 64, dtype)
-    tail_k, tail_v = torch.randn(2, 2, 20, 64, dtype=dtype)
-    states = [ops.shared_attention(q, segment, 0.125) for segment in segments]
-    states.append(ops.ragged_attention(q, [tail_k], [tail_v], [5], 0.125))
-    dense = [decoded(segment) for segment in segments] + [(tail_k.double(), tail_v.double())]
-    keys, values = (torch.cat(parts, dim=1) for parts in zip(*dense, strict=True))
-    visible = torch.arange(keys.shape[1]) <= torch.arange(keys.shape[1] - 5, keys.shape[1])[:, None]
-    want = oracle(q, keys, values, 0.125, visible)
-    rng = random.Random(0)
-    for _ in range(20):
-        rng.shuffle(states)
-        assert_close(ops.merge_attention_states(*states), want, BOUNDS[dtype])
-        cut = rng.randint(1, len(states) - 1)
-        halves = ops.merge_attention_states(*states[:cut]), ops.merge_attention_states(*states[cut:])
-        assert_close(ops.merge_attention_states(*halves), want, BOUNDS[dtype])
+    for dtype, bound in backend.bounds.items():
+        q = random_query(5, 6, 64, dtype)
+        tail_k, tail_v = torch.randn(2, 2, 20, 64, dtype=dtype)
+        states = [ops.shared_attention(q, segment, 0.125) for segment in segments]
+        states.append(ops.ragged_attention(q, [tail_k], [tail_v], [5], 0.125))
+        dense = [decoded(segment) for segment in segments] + [(tail_k.double(), tail_v.double())]
+        keys, values = (torch.cat(parts, dim=1) for parts in zip(*dense, strict=True))
+        visible = torch.arange(keys.shape[1]) <= torch.arange(keys.shape[1] - 5, keys.shape[1])[:, None]
+        want = oracle(q, keys, values, 0.125, visible)
+        rng = random.Random(0)
+        for _ in range(20):
+            rng.shuffle(states)
+            assert_close(ops.merge_attention_states(*states), want, bound)
+            cut = rng.randint(1, len(states) - 1)
+            halves = ops.merge_attention_states(*states[:cut]), ops.merge_attention_states(*states[cut:])
+            assert_close(ops.merge_attention_states(*halves), want, bound)
 
 
-def test_an_empty_partial_changes_nothing_and_only_empty_ones_stay_empty():
-    out, lse = torch.randn(4, 3, 8), torch.randn(4, 3)
-    empty = torch.zeros(4, 3, 8), torch.full((4, 3), -INF)
+def test_an_empty_partial_changes_nothing_and_only_empty_ones_stay_empty(backend):
+    out, lse = torch.randn(4, 3, 16), torch.randn(4, 3)
+    empty = torch.zeros(4, 3, 16), torch.full((4, 3), -INF)
     for states in (((out, lse), empty), (empty, (out, lse)), (empty, (out, lse), empty)):
         merged = ops.merge_attention_states(*states)
         assert torch.equal(merged[0], out)
@@ -533,27 +451,27 @@ def test_an_empty_partial_changes_nothing_and_only_empty_ones_stay_empty():
         assert (merged[1] == -INF).all()
 
 
-def test_the_merge_weighs_by_exp_lse():
+def test_the_merge_weighs_by_exp_lse(backend):
     """log 1 and log 3: a quarter and three quarters, and log 4."""
-    ones, twos = torch.ones(1, 2), torch.full((1, 2), 2.0)
+    ones, twos = torch.ones(1, 16), torch.full((1, 16), 2.0)
     out, lse = ops.merge_attention_states((ones, torch.zeros(1)), (twos, torch.tensor([math.log(3)])))
-    assert out.flatten().tolist() == pytest.approx([1.75, 1.75])
+    assert out.flatten().tolist() == pytest.approx([1.75] * 16)
     assert lse.tolist() == pytest.approx([math.log(4)])
 
 
 @pytest.mark.parametrize("lse", [-1e4, -50.0, 0.0, 50.0, 1e4])
-def test_partials_that_agree_merge_to_what_they_agree_on_at_any_lse(lse):
+def test_partials_that_agree_merge_to_what_they_agree_on_at_any_lse(backend, lse):
     """Weights sum to 1: float32 resolves an lse of 1e4 to 1e-3, and the output must not scale with that."""
-    out = torch.randn(3, 2, 8)
+    out = torch.randn(3, 2, 16)
     for count in (2, 3, 7):
         merged, total = ops.merge_attention_states(*[(out, torch.full((3, 2), lse))] * count)
         assert relative_error(merged, out) <= 1e-6
         assert float((total - (lse + math.log(count))).abs().max()) <= abs(lse) * 2**-23 + 1e-6
 
 
-def test_the_merge_keeps_dtypes():
-    for dtype, lse_dtype in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
-        state = torch.randn(3, 2, 8, dtype=dtype), torch.randn(3, 2, dtype=lse_dtype)
+def test_the_merge_keeps_dtypes(backend):
+    for dtype, lse_dtype in ((torch.bfloat16, torch.float32), *((dtype, dtype) for dtype in backend.bounds)):
+        state = torch.randn(3, 2, 16, dtype=dtype), torch.randn(3, 2, dtype=lse_dtype)
         for count in (1, 2, 3):
             out, lse = ops.merge_attention_states(*[state] * count)
             assert out.dtype == dtype

@@ -64,7 +64,8 @@ def test_the_package_imports_without_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["shared_attention", "merge_attention_states", "encode_keys_int8", "encode_values_lloyd3"]
+    "name",
+    ["shared_attention", "ragged_attention", "merge_attention_states", "encode_keys_int8", "encode_values_lloyd3"],
 )
 def test_operations_take_the_arguments_of_the_reference(name: str) -> None:
     assert inspect.signature(getattr(backend, name)) == inspect.signature(getattr(reference, name))
@@ -90,9 +91,13 @@ def test_what_is_unsupported_says_why() -> None:
         assert str(dtype) in (backend.supports(dtype, 64) or "")
     for head_dim in (16, 32, 80, 96, 512):
         assert str(head_dim) in (backend.supports(torch.float16, head_dim) or "")
-        assert str(head_dim) in (backend.supports_encoding(torch.float16, head_dim) or "")
-    assert backend.supports_encoding(torch.float32, 128) is None
-    assert "float64" in (backend.supports_encoding(torch.float64, 128) or "")
+        assert str(head_dim) in (backend.supports(torch.float16, head_dim, encode=True) or "")
+    assert backend.supports(torch.float32, 128, encode=True) is None
+    assert "float64" in (backend.supports(torch.float64, 128, encode=True) or "")
+
+
+def test_the_description_names_the_tiles() -> None:
+    assert backend.describe()["tiles"] == str(tiles.tiles_file())
 
 
 # ---------------------------------------------------------------------------------------------- the tile table

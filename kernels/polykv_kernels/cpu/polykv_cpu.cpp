@@ -1113,6 +1113,9 @@ POLYKV_INLINE vf load_as(const void* data, int64_t index, int32_t dtype) {
 }
 
 // ---- operands of the multiply: each can give a few neighbouring vectors
+//
+// Codes are read from memory once, a tile in several short runs that processors' own prefetchers miss: while a tile is
+// used, the same place of the next one is asked for (past the end of an array that does nothing).
 
 struct FloatKeys {  // [D][64]
   const float* data;
@@ -1126,9 +1129,11 @@ struct FloatKeys {  // [D][64]
 
 struct CodeKeys {  // [D][64] int8, the channels' scales folded into the query
   const int8_t* data;
+  int64_t next;  // bytes to the next tile
   template <int N>
   POLYKV_INLINE void get(const CodeKeys& self, int channel, int token, vf (&x)[N]) {
     const int8_t* p = self.data + channel * kTile + token;
+    if (token == 0) __builtin_prefetch(p + self.next);
     POLYKV_UNROLL
     for (int j = 0; j < N; ++j) x[j] = load_int8(p + j * kWidth);
   }
@@ -1162,6 +1167,7 @@ struct CodeValues {
   template <int N>
   POLYKV_INLINE void get(const CodeValues& self, int token, int channel, vf (&x)[N]) {
     const uint8_t* p = self.data + token * self.row_bytes + channel / 8 * 3;
+    if (channel == 0) __builtin_prefetch(p + kTile * self.row_bytes);
     POLYKV_UNROLL
     for (int j = 0; j < N; ++j) {
       const __m128i low = _mm_loadu_si32(p + 6 * j), high = _mm_loadu_si32(p + 6 * j + 2);
@@ -1182,6 +1188,7 @@ struct CodeValues {
   POLYKV_INLINE void get(const CodeValues& self, int token, int channel, vf (&x)[N]) {
     static_assert(N % 2 == 0, "sixteen codes at a time");
     const uint8_t* p = self.data + token * self.row_bytes + channel / 8 * 3;
+    if (channel == 0) __builtin_prefetch(p + kTile * self.row_bytes);
     POLYKV_UNROLL
     for (int j = 0; j < N; j += 2) {
       int32_t low, high;
@@ -1208,6 +1215,7 @@ struct CodeValues {
   POLYKV_INLINE void get(const CodeValues& self, int token, int channel, vf (&x)[N]) {
     static_assert(N % 4 == 0, "sixteen codes at a time");
     const uint8_t* p = self.data + token * self.row_bytes + channel / 8 * 3;
+    if (channel == 0) __builtin_prefetch(p + kTile * self.row_bytes);
     POLYKV_UNROLL
     for (int j = 0; j < N; j += 4) {
       uint32_t low, high;
@@ -1227,6 +1235,7 @@ struct CodeValues {
   POLYKV_INLINE void get(const CodeValues& self, int token, int channel, vf (&x)[N]) {
     static_assert(N % 2 == 0, "eight codes at a time");
     const uint8_t* p = self.data + token * self.row_bytes + channel / 8 * 3;
+    if (channel == 0) __builtin_prefetch(p + kTile * self.row_bytes);
     for (int j = 0; j < N; j += 2, p += 3) {
       const uint32_t w = p[0] | p[1] << 8 | p[2] << 16;
       const float* t = self.table;
@@ -1324,22 +1333,27 @@ static void add_values(const float* p, const float* correction, const Values& va
 #endif
 }
 
-// Scores of one row to probabilities relative to the new maximum. Returns the factor for what came before.
-// norms, if there are any, are multiplied into the probabilities once these have been summed: the scale of a value goes with
-// its probability.
+// Scores of one row to probabilities relative to the new maximum. Returns the factor for what came before. norms, if there
+// are any, are multiplied into the probabilities once these have been summed: the scale of a value goes with its
+// probability. kWhole: the row sees all 64 tokens of the tile, which lets everything be unrolled.
+template <bool kWhole>
 POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, const float* norms, float* max_,
                                    float* sum_) {
-  const int padded = (tokens + kWidth - 1) / kWidth * kWidth;
-  for (int t = 0; t < first; ++t) s[t] = -kInf;
-  for (int t = last; t < padded; ++t) s[t] = -kInf;
-  vf m = all(-kInf);
-  for (int t = 0; t < padded; t += kWidth) m = max(m, load(s + t));
+  const int padded = kWhole ? kTile : (tokens + kWidth - 1) / kWidth * kWidth;
+  if (!kWhole) {
+    for (int t = 0; t < first; ++t) s[t] = -kInf;
+    for (int t = last; t < padded; ++t) s[t] = -kInf;
+  }
+  vf m = load(s);
+  POLYKV_UNROLL
+  for (int t = kWidth; t < padded; t += kWidth) m = max(m, load(s + t));
   const float tile_max = largest_lane(m), old_max = *max_;
   const float new_max = tile_max > old_max ? tile_max : old_max;
   // a row that has seen no key yet has maximum -inf, and -inf - -inf is not a number
   const float base = new_max == -kInf ? 0.0f : new_max;
   const vf b = all(base);
   vf total = all(0.0f);
+  POLYKV_UNROLL
   for (int t = 0; t < padded; t += kWidth) {
     const vf p = power_of_two(sub(load(s + t), b));
     total = add(total, p);
@@ -1360,6 +1374,7 @@ POLYKV_INLINE void half_to_floats(const uint16_t* h, int count, float* x) {  // 
 static void dequantise_keys(const int8_t* codes, const float* scales, int head_dim, float* keys) {
   for (int d = 0; d < head_dim; ++d) {
     const vf s = scales == nullptr ? all(1.0f) : all(scales[d]);
+    __builtin_prefetch(codes + (head_dim + d) * kTile);
     POLYKV_UNROLL
     for (int t = 0; t < kTile; t += kWidth) {
       store(keys + d * kTile + t, mul(load_int8(codes + d * kTile + t), s));  // exact: 8 + 11 bits
@@ -1478,15 +1493,18 @@ static void panel(const Tile& tile, const float* q, int head_dim, const int64_t*
       }
       q = s.scaled;
     }
-    scores<MR>(q, CodeKeys{tile.codes}, head_dim, tile.tokens, tile.factor, p);
+    scores<MR>(q, CodeKeys{tile.codes, static_cast<int64_t>(head_dim) * kTile}, head_dim, tile.tokens, tile.factor, p);
   }
   float correction[MR];
   for (int r = 0; r < MR; ++r) {
     int64_t lo = first[r] - tile.first, hi = last[r] - tile.first;
     lo = lo < 0 ? 0 : lo > tile.tokens ? tile.tokens : lo;
     hi = hi > tile.tokens ? tile.tokens : hi < lo ? lo : hi;
-    correction[r] = online_softmax(p + r * kTile, static_cast<int>(lo), static_cast<int>(hi), tile.tokens,
-                                   tile.norms, max_ + r, sum_ + r);
+    const int from = static_cast<int>(lo), to = static_cast<int>(hi);
+    float* row = p + r * kTile;
+    correction[r] = from == 0 && to == kTile
+                        ? online_softmax<true>(row, 0, kTile, kTile, tile.norms, max_ + r, sum_ + r)
+                        : online_softmax<false>(row, from, to, tile.tokens, tile.norms, max_ + r, sum_ + r);
   }
   if (tile.packed == nullptr) {
     add_values<MR>(p, correction, FloatValues{tile.values, tile.value_stride}, tile.tokens, head_dim, acc);

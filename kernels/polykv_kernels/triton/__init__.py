@@ -1,8 +1,8 @@
 """Triton backend: GPU kernels for attention over packed keys and values, for the merge and for encoding.
 
 Importing this package does not import triton, which is an optional dependency: ask :func:`unavailable_reason` and
-:func:`supports` (or :func:`supports_encoding`) first. The operations take the arguments of those in
-:mod:`polykv_kernels.reference` and rely on the checks of :mod:`polykv_kernels.ops`.
+:func:`supports` first. The operations take the arguments of those in :mod:`polykv_kernels.reference` and rely on the
+checks of :mod:`polykv_kernels.ops`. Private tails are attended to in torch.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.reference import ragged_attention
 
 __all__ = [
     "HEAD_DIMS",
+    "describe",
     "encode_keys_int8",
     "encode_values_lloyd3",
     "merge_attention_states",
+    "ragged_attention",
     "shared_attention",
     "supports",
-    "supports_encoding",
     "unavailable_reason",
 ]
 
@@ -51,24 +55,41 @@ def unavailable_reason(device: torch.device) -> str | None:
     return f"Triton has no backend for {device.type} devices here"
 
 
-def supports(q_dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why :func:`shared_attention` cannot take such queries; None if it can."""
-    if q_dtype not in QUERY_DTYPES:
-        return f"the attention kernel multiplies in float16 and takes float16 or bfloat16 queries, not {q_dtype}"
-    return _head_dim_reason(head_dim)
+def supports(dtype: torch.dtype, head_dim: int, *, encode: bool = False) -> str | None:
+    """Why the kernels do not take a dtype or head dim; None if they do.
 
-
-def supports_encoding(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the encoders cannot take such keys or values; None if they can."""
-    if dtype not in ENCODED_DTYPES:
-        return f"the encoders take float16, bfloat16 or float32, not {dtype}"
-    return _head_dim_reason(head_dim)
-
-
-def _head_dim_reason(head_dim: int) -> str | None:
+    Args:
+        dtype: dtype of the queries, or of the keys and values to be encoded.
+        head_dim: ``D``.
+        encode: whether it is for encoding; else for attention.
+    """
+    if encode and dtype not in ENCODED_DTYPES:
+        return f"the Triton encoders take float16, bfloat16 or float32, not {dtype}"
+    if not encode and dtype not in QUERY_DTYPES:
+        return f"the Triton kernels multiply in float16 and take float16 or bfloat16 queries, not {dtype}"
     if head_dim not in HEAD_DIMS:
-        return f"there are kernels for head_dim {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        return f"there are Triton kernels for head_dim {', '.join(map(str, HEAD_DIMS))}, not for {head_dim}"
     return None
+
+
+def describe() -> dict[str, Any]:
+    """What is in use: triton's version, the tile table and, where there is a GPU, its name and row of the table."""
+    from polykv_kernels.triton import tiles
+
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        installed = None
+    found: dict[str, Any] = {"version": installed, "tiles": str(tiles.tiles_file())}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        architecture, processors = tiles.device_properties(device)
+        found |= {
+            "device": torch.cuda.get_device_name(device),
+            "architecture": architecture,
+            "multiprocessors": processors,
+        }
+    return found
 
 
 def shared_attention(

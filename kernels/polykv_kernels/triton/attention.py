@@ -53,13 +53,13 @@ _FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _value_tile(codes_ptr, stride_token, tokens, valid, BN: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value_tile(codes_ptr, tokens, valid, BN: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Levels (times ``_LEVEL_UNIT``) of one tile of values: ``[64, D]`` float16.
 
     32 codes are 96 bits, three aligned 32-bit words: they hold four groups of 24 bits, that is of eight codes.
     """
     chunk = tl.arange(0, D // 32)
-    words_ptr = codes_ptr + tokens[:, None] * stride_token + chunk[None, :] * 3
+    words_ptr = codes_ptr + tokens[:, None] * (D // 32 * 3) + chunk[None, :] * 3
     mask = valid[:, None] & (chunk[None, :] >= 0)
     w0 = tl.load(words_ptr, mask=mask, other=0)
     w1 = tl.load(words_ptr + 1, mask=mask, other=0)
@@ -155,15 +155,10 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     stride_q_row,
     stride_q_head,
     stride_exact_keys_head,
-    stride_exact_keys_token,
     stride_exact_values_head,
-    stride_exact_values_token,
     stride_key_codes_head,
-    stride_key_codes_tile,
     stride_key_scales_head,
-    stride_key_scales_tile,
     stride_value_codes_head,
-    stride_value_codes_token,
     stride_value_scales_head,
     D: tl.constexpr,
     BM: tl.constexpr,
@@ -216,14 +211,12 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         for tile in range(tl.maximum(first, oldest_of_block // BE), last):
             token = tile * BE + tl.arange(0, BE)
             valid = token < exact_tokens
-            k = tl.load(
-                keys_ptr + token[:, None] * stride_exact_keys_token + channel[None, :], mask=valid[:, None], other=0.0
-            )
+            k = tl.load(keys_ptr + token[:, None] * D + channel[None, :], mask=valid[:, None], other=0.0)
             k_half, k_unit = _float16_rows(k, BE)
             s = tl.dot(q_half, tl.trans(k_half)) * q_unit[:, None]
             s = _masked(s * (k_unit * scale_log2)[None, :], token, valid, oldest, WINDOW)
             v = tl.load(
-                values_ptr + token[:, None] * stride_exact_values_token + channel[None, :],
+                values_ptr + token[:, None] * D + channel[None, :],
                 mask=valid[:, None],
                 other=0.0,
             )
@@ -244,7 +237,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
             key_scale = tl.load(key_scales_ptr)
         for tile in range(first, last):
             if not PER_TENSOR:
-                channel_scale = tl.load(scales_ptr + tile * stride_key_scales_tile + channel).to(tl.float32)
+                channel_scale = tl.load(scales_ptr + tile * D + channel).to(tl.float32)
                 scaled = q_wide * channel_scale[None, :]
                 s_unit, s_inverse = power_of_two(tl.max(tl.abs(scaled), 1))
                 scaled = scaled * s_inverse[:, None]
@@ -254,14 +247,14 @@ def attention_kernel(  # type: ignore[no-untyped-def]
                 in_tile = part * BN + tl.arange(0, BN)
                 token = tile * _TILE + in_tile
                 valid = token < packed_tokens
-                codes = tl.load(codes_ptr + tile * stride_key_codes_tile + channel[:, None] * _TILE + in_tile[None, :])
+                codes = tl.load(codes_ptr + tile * (D * _TILE) + channel[:, None] * _TILE + in_tile[None, :])
                 k_half = codes.to(tl.float16)
                 if PER_TENSOR:
                     s = tl.dot(q_half, k_half) * q_unit[:, None] * (key_scale * scale_log2)
                 else:
                     s = tl.dot(high, k_half, tl.dot(low, k_half)) * s_unit[:, None] * scale_log2
                 s = _masked(s, token + exact_tokens, valid, oldest, WINDOW)
-                v_half = _value_tile(words_ptr, stride_value_codes_token, token, valid, BN, D)
+                v_half = _value_tile(words_ptr, token, valid, BN, D)
                 v_scale = tl.load(norms_ptr + token, mask=valid, other=0.0).to(tl.float32)
                 weights, factor, m, sums, unit = _softmax_step(s, v_scale, m, sums, unit)
                 acc = tl.dot(weights, v_half, acc * factor[:, None])
@@ -340,23 +333,14 @@ def attend(
 
     # unused pointers get some tensor of the device; the kernel's constants keep it from reading them
     exact_keys = exact_values = key_codes = key_scales = value_words = value_scales = q
-    exact_strides = packed_strides = None
+    head_strides = [0] * 6  # all that layouts leave open: the other axes are contiguous
     if encoded.exact is not None:
-        exact_keys, exact_values = _unit_stride(encoded.exact.keys), _unit_stride(encoded.exact.values)
-        exact_strides = (*exact_keys.stride()[:2], *exact_values.stride()[:2])
+        exact_keys, exact_values = encoded.exact.keys, encoded.exact.values
+        head_strides[:2] = exact_keys.stride(0), exact_values.stride(0)
     if encoded.keys is not None and encoded.values is not None:
         key_codes, key_scales = encoded.keys.codes, encoded.keys.scales
-        if key_codes.stride()[2:] != (TILE_SIZE, 1):
-            key_codes = key_codes.contiguous()
-        key_scales = _unit_stride(key_scales)
-        value_words, value_scales = _as_words(encoded.values.codes), _unit_stride(encoded.values.scales)
-        scale_strides = (0, 0) if encoded.keys.per_tensor else key_scales.stride()[:2]
-        packed_strides = (
-            *key_codes.stride()[:2],
-            *scale_strides,
-            *value_words.stride()[:2],
-            value_scales.stride(0),
-        )
+        value_words, value_scales = _as_words(encoded.values.codes), encoded.values.scales
+        head_strides[2:] = key_codes.stride(0), key_scales.stride(0), value_words.stride(0), value_scales.stride(0)
     positions = q
     if window is not None:
         assert q_positions is not None
@@ -386,8 +370,7 @@ def attend(
         encoded.start,
         min(window, 2**31 - 1) if window is not None else 0,
         *q.stride()[:2],
-        *(exact_strides or (0,) * 4),
-        *(packed_strides or (0,) * 7),
+        *head_strides,
         D=head_dim,
         BM=tile.block_m,
         BN=tile.block_n,
@@ -413,16 +396,9 @@ def exact_tile_size(packed: bool, head_dim: int, element_size: int) -> int:
     return 16 if packed else min(TILE_SIZE, 16384 // (head_dim * element_size))
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _as_words(codes: Tensor) -> Tensor:
     """Packed codes ``[Hkv, T, 3 * D / 8]`` uint8 as int32 words, ``[Hkv, T, 3 * D / 32]``."""
-    aligned = codes.stride(2) == 1 and not any(
-        n % 4 for n in (codes.stride(0), codes.stride(1), codes.storage_offset())
-    )
     # the storage may lie anywhere, in a mapped file for example
-    if not aligned or codes.data_ptr() % 4:
+    if codes.stride(0) % 4 or codes.storage_offset() % 4 or codes.data_ptr() % 4:
         codes = codes.clone(memory_format=torch.contiguous_format)
     return codes.view(torch.int32)

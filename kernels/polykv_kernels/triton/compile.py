@@ -190,8 +190,8 @@ def compile_attention(
             "WINDOW": window,
             **form,
         },
-        # 3 * D / 32 words a token; the number of tokens is arbitrary
-        unaligned=("stride_value_codes_head", "stride_value_codes_token", "stride_value_scales_head"),
+        # the number of tokens is arbitrary
+        unaligned=("stride_value_codes_head", "stride_value_scales_head"),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -201,7 +201,7 @@ def compile_merge_splits(
     architecture: str, head_dim: int, *, dtype: torch.dtype = torch.bfloat16, signs: bool = True
 ) -> CompiledKernel:
     """Compiles the kernel that joins splits and undoes the rotation."""
-    types = {name: "*fp32" for name in ("partial_ptr", "stats_ptr", "signs_ptr", "lse_ptr")}
+    types = dict.fromkeys(("partial_ptr", "stats_ptr", "signs_ptr", "lse_ptr"), "*fp32")
     types["out_ptr"] = f"*{_TYPES[dtype]}"
     constants = {"D": head_dim, "LOG2_D": head_dim.bit_length() - 1, "BR": merge.MERGE_ROWS, "SIGNS": signs}
     return compile_kernel(merge.merge_splits_kernel, architecture, types, constants)
@@ -211,8 +211,8 @@ def compile_merge_states(
     architecture: str, head_dim: int, states: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> CompiledKernel:
     """Compiles the kernel that joins states."""
-    types = {name: "*fp32" for name in ("lse0_ptr", "lse1_ptr", "lse2_ptr", "lse3_ptr", "lse_ptr")}
-    types |= {name: f"*{_TYPES[dtype]}" for name in ("out0_ptr", "out1_ptr", "out2_ptr", "out3_ptr", "out_ptr")}
+    types = dict.fromkeys(("lse0_ptr", "lse1_ptr", "lse2_ptr", "lse3_ptr", "lse_ptr"), "*fp32")
+    types |= dict.fromkeys(("out0_ptr", "out1_ptr", "out2_ptr", "out3_ptr", "out_ptr"), f"*{_TYPES[dtype]}")
     constants = {
         "D": head_dim,
         "BD": triton.next_power_of_2(head_dim),

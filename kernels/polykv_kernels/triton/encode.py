@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, Int8Keys, LloydMax3Values
+from polykv_kernels.reference import key_too_large, value_too_long
 from polykv_kernels.triton.transforms import device_signs, hadamard
 
 _TILE = tl.constexpr(TILE_SIZE)
 _ROUND = tl.constexpr(1.5 * 2**23)
-_THRESHOLDS = tl.constexpr(tuple((a + b) / 2 for a, b in zip(LLOYD_MAX_3BIT, LLOYD_MAX_3BIT[1:], strict=False)))
+_THRESHOLDS = tl.constexpr(tuple((a + b) / 2 for a, b in itertools.pairwise(LLOYD_MAX_3BIT)))
 _LEVELS = tl.constexpr(LLOYD_MAX_3BIT)
 
 CHANNELS = 64
@@ -103,10 +106,7 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
         enable_fp_fusion=True,
     )
     if not per_tensor and not torch.isfinite(scales).all():
-        raise ValueError(
-            f"a key is too large for a float16 step: {float(keys.float().abs().max()):.3g}, limit {127 * 65504:.3g}. "
-            "Use codec='exact' for this model."
-        )
+        raise key_too_large(keys)
     return Int8Keys(codes, scales, tokens)
 
 
@@ -187,9 +187,5 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
         enable_fp_fusion=True,
     )
     if not torch.isfinite(scales).all():
-        rms = values.float().norm(dim=-1) / head_dim**0.5
-        raise ValueError(
-            f"a value vector is too long for a float16 scale: largest rms {float(rms.max()):.3g}, limit 65504. "
-            "Use codec='exact' for this model."
-        )
+        raise value_too_long(values)
     return LloydMax3Values(codes, scales, sign_seed)

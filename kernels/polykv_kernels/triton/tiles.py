@@ -107,10 +107,15 @@ def read_table(path: Path) -> TileTable:
     return TileTable(tiles, splits)
 
 
+def tiles_file() -> Path:
+    """The file in use: the one that ``POLYKV_TRITON_TILES`` names, or the shipped one."""
+    return Path(os.environ.get("POLYKV_TRITON_TILES") or TILES_FILE)
+
+
 @lru_cache(maxsize=1)
 def default_table() -> TileTable:
-    """The table in use: the file that ``POLYKV_TRITON_TILES`` names, or the shipped one."""
-    return read_table(Path(os.environ.get("POLYKV_TRITON_TILES") or TILES_FILE))
+    """The table in :func:`tiles_file`, read once."""
+    return read_table(tiles_file())
 
 
 def architecture_for(capability: tuple[int, int] | None) -> str:

@@ -2,6 +2,7 @@
 
 A process of its own: one that interprets cannot compile. ``test_triton.py`` starts it. With POLYKV_TEST_FULL=1 every tile
 of the shipped table is compiled for every layout, with and without a window and for both dtypes where it could matter.
+Whether a tile spills a few bytes depends on the assembler's heuristics, that is on the version of triton.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -22,7 +24,7 @@ from polykv_kernels.triton.tiles import TILES_FILE, Tile, read_table
 
 FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
 
-SPILLING = ("sm_80", 128, "mixed", Tile(64, 4, 2))
+SPILLING = ("sm_80", 128, "mixed", Tile(64, 4, 2), torch.bfloat16, True)
 """A tile that does spill: the check of spills must see it."""
 
 Job = tuple[str, Callable[[], CompiledKernel], bool]
@@ -43,13 +45,15 @@ def attention_jobs() -> Iterator[Job]:
                     if not (FULL or smallest or largest or slow):
                         continue
                     name = f"attention-{architecture}-{head_dim}-{layout}-" + "-".join(map(str, tile_numbers(tile)))
-                    yield name, lambda a=architecture, d=head_dim, x=layout, t=tile: compile_attention(a, d, x, t), True
-                    if FULL and layout in ("mixed", "exact"):
+                    variants = [(name, torch.bfloat16, True)]
+                    if FULL:
+                        variants.append((f"{name}-no-window", torch.bfloat16, False))
+                        if LAYOUTS[layout]["EXACT"]:  # elsewhere the dtype matters to the first load of q alone
+                            variants.append((f"{name}-float16-no-window", torch.float16, False))
+                    for variant, dtype, window in variants:
                         yield (
-                            f"{name}-float16-no-window",
-                            lambda a=architecture, d=head_dim, x=layout, t=tile: triton_compile.compile_attention(
-                                a, d, x, t, dtype=torch.float16, window=False
-                            ),
+                            variant,
+                            partial(compile_attention, architecture, head_dim, layout, tile, dtype, window),
                             True,
                         )
 
@@ -58,38 +62,36 @@ def tile_numbers(tile: Tile) -> tuple[int, ...]:
     return tile.block_m, tile.num_warps, tile.num_stages, tile.block_n
 
 
-def compile_attention(architecture: str, head_dim: int, layout: str, tile: Tile) -> CompiledKernel:
-    return triton_compile.compile_attention(architecture, head_dim, layout, tile)
+def compile_attention(
+    architecture: str, head_dim: int, layout: str, tile: Tile, dtype: torch.dtype, window: bool
+) -> CompiledKernel:
+    return triton_compile.compile_attention(architecture, head_dim, layout, tile, dtype=dtype, window=window)
 
 
 def other_jobs() -> Iterator[Job]:
     """Encoders and merges for every architecture; in a reduced run, one head dim."""
     for architecture in TARGETS:
         for head_dim in HEAD_DIMS if FULL else (128,):
-            for kind, make in {
-                "merge_splits": triton_compile.compile_merge_splits,
-                "encode_values": triton_compile.compile_encode_values,
-            }.items():
-                yield f"{kind}-{architecture}-{head_dim}", lambda m=make, a=architecture, d=head_dim: m(a, d), False
+            target = f"{architecture}-{head_dim}"
+            yield f"merge_splits-{target}", partial(triton_compile.compile_merge_splits, architecture, head_dim), False
+            yield (
+                f"encode_values-{target}",
+                partial(triton_compile.compile_encode_values, architecture, head_dim),
+                False,
+            )
             for per_tensor in (False, True) if FULL else (False,):
-                yield (
-                    f"encode_keys-{architecture}-{head_dim}-{'per_tensor' if per_tensor else 'per_channel'}",
-                    lambda a=architecture, d=head_dim, p=per_tensor: triton_compile.compile_encode_keys(
-                        a, d, per_tensor=p
-                    ),
-                    False,
+                compile_keys = partial(
+                    triton_compile.compile_encode_keys, architecture, head_dim, per_tensor=per_tensor
                 )
+                yield f"encode_keys-{target}-{'per_tensor' if per_tensor else 'per_channel'}", compile_keys, False
             for states in (2, 3, 4) if FULL else (2,):
-                yield (
-                    f"merge_states-{architecture}-{head_dim}-{states}",
-                    lambda a=architecture, d=head_dim, n=states: triton_compile.compile_merge_states(a, d, n),
-                    False,
-                )
+                compile_merge = partial(triton_compile.compile_merge_states, architecture, head_dim, states)
+                yield f"merge_states-{target}-{states}", compile_merge, False
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    spilling: Job = ("spilling", lambda: compile_attention(*SPILLING), True)
+    spilling: Job = ("spilling", partial(compile_attention, *SPILLING), True)
     for name, compile_it, matrix in (spilling, *other_jobs(), *attention_jobs()):
         started = time.perf_counter()
         try:

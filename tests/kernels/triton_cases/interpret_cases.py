@@ -17,11 +17,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from common import (  # noqa: E402
+from common import (
     BOUND,
     INF,
     LAYOUTS,
@@ -35,8 +36,8 @@ from common import (  # noqa: E402
     visible,
 )
 
-from polykv_kernels import reference  # noqa: E402
-from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values  # noqa: E402
+from polykv_kernels import reference
+from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
 
 FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
 CASES: dict[str, Callable[[], str]] = {}
@@ -199,7 +200,7 @@ def a_window_is_by_absolute_position_wherever_it_cuts() -> str:
         segment = random_segment(layout, 1, tokens, 64, start=start, exact_tokens=20)
         positions = torch.arange(start + tokens, start + tokens + rows).to(kind)
         q = torch.randn(rows, 1, 64).half()
-        for window in (32, 1, 64, 151, 10**6, 10**12):
+        for window in (32, 1, 64, 151, 10**6, 10**12) if FULL or layout == "mixed" else (32, 151):
             seen = visible(segment, positions, window)
             got = attend(q, segment, 0.2, rows=16, splits=2, positions=positions, window=window)
             errors.append(check(got, oracle(q, segment, 0.2, seen)))
@@ -521,12 +522,8 @@ def the_merge_takes_strided_states_and_refuses_float64() -> str:
     states = [(torch.randn(3, 5, 64).transpose(0, 1), torch.randn(3, 5).T) for _ in range(2)]
     out, _ = merge(states)
     assert relative_error(out, reference.merge_attention_states(states)[0]) <= 1e-6
-    try:
+    with pytest.raises(TypeError, match="float64"):
         merge([(out.double(), out[..., 0])] * 2)
-    except TypeError as error:
-        assert "float64" in str(error)
-    else:
-        raise AssertionError("float64 was taken")
     return ""
 
 
@@ -539,7 +536,10 @@ def key_codes_and_scales_are_the_references_bit_for_bit() -> str:
 
     count = 0
     for dtype, head_dim, tokens, per_tensor in itertools.product(
-        (torch.float32, torch.bfloat16, torch.float16), (64, 128, 256), (1, 63, 64, 65, 130), (False, True)
+        (torch.float32, torch.bfloat16, torch.float16),
+        (64, 128, 256),
+        (1, 63, 64, 65, 130) if FULL else (1, 65),
+        (False, True),
     ):
         keys = (torch.randn(2, tokens, head_dim) * (1.0 + torch.arange(head_dim) % 7)).to(dtype)
         got = encode_keys_int8(keys, per_tensor=per_tensor)
@@ -604,10 +604,9 @@ def scales_that_float16_cannot_hold_are_refused_in_the_references_words() -> str
     )
     assert "too large for a float16 step" in message
     for size in (1e8, 1e30):
-        options = {"sign_seed": 3, "least_squares": True}
         message = same_error(
-            lambda size=size: backend.encode_values_lloyd3(large * size, **options),
-            lambda size=size: reference.encode_values_lloyd3(large * size, **options),
+            lambda size=size: backend.encode_values_lloyd3(large * size, sign_seed=3, least_squares=True),
+            lambda size=size: reference.encode_values_lloyd3(large * size, sign_seed=3, least_squares=True),
         )
     assert "too long for a float16 scale" in message
     return ""
@@ -621,7 +620,7 @@ def value_codes_and_scales_are_the_references_within_rounding() -> str:
     for dtype, head_dim, tokens, (seed, least_squares) in itertools.product(
         (torch.float32, torch.bfloat16, torch.float16),
         (64, 128, 256),
-        (1, 16, 65),
+        (1, 16, 65) if FULL else (17,),
         ((None, False), (11, True), (11, False), (None, True)),
     ):
         values = torch.randn(2, tokens, head_dim).to(dtype)
