@@ -22,7 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv.errors import IncompatiblePoolError, UnsupportedModelError
-from polykv.models.support import check_supported
+from polykv.models.support import check_supported, embedding_weight, head_dim
+from polykv_kernels import ops
 
 ATTENTION_NAME = "polykv"
 VIEW_KEY = "polykv_view"
@@ -186,8 +187,11 @@ def attach(model: PreTrainedModel) -> None:
 
     Raises:
         UnsupportedModelError: the model's family, layer types or RoPE cannot be served.
+        BackendError: ``POLYKV_KERNELS`` names a backend that cannot run this model.
     """
     check_supported(model)
+    # the kernels are compiled or loaded now, and not in the middle of the first answer; a missing compiler warns here
+    ops.choose_backend(embedding_weight(model).device, model.dtype, head_dim(model.config))
     with _guard:
         if model.config._attn_implementation != ATTENTION_NAME:
             model.set_attn_implementation(ATTENTION_NAME)

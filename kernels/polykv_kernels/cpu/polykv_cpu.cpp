@@ -173,7 +173,6 @@ struct Scratch {
   float* keys;    // [D][64], dequantised tile
   float* values;  // [64][D]
   float* query;   // [panels][D][rows of the panel]
-  float* scaled;  // [D][kMaxPanel], the panel with the tile's channel scales folded in
   float* scales;  // [D]
   float* p;       // [kMaxPanel][64], scores, then probabilities
   float* norms;   // [64], scales of the tile's values
@@ -184,15 +183,11 @@ struct Scratch {
   bool reserve(int head_dim) {
     const size_t d = static_cast<size_t>(head_dim);
     const size_t tile = kTile * d;
-    const size_t spare = 16;  // a whole vector may be read or written at the end
-    if (!memory.reserve(2 * tile + kBlockRows * d + spare + kMaxPanel * d + spare + 2 * d + (kMaxPanel + 1) * kTile)) {
-      return false;
-    }
+    if (!memory.reserve(2 * tile + kBlockRows * d + 2 * d + (kMaxPanel + 1) * kTile)) return false;
     keys = memory.data;
     values = keys + tile;
     query = values + tile;
-    scaled = query + kBlockRows * d + spare;
-    scales = scaled + kMaxPanel * d + spare;
+    scales = query + kBlockRows * d;
     row = scales + d;
     p = row + d;
     norms = p + kMaxPanel * kTile;
@@ -538,13 +533,14 @@ void run_unit(void* context, int64_t index) {
 
 int64_t tiles_of(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 
-// Depends on the shape alone and never on the number of threads, so that results do not either.
-int64_t tiles_per_unit(int64_t tiles, int64_t groups, int32_t splits) {
+// Depends on the tokens and KV heads alone, and not on the number of threads or rows: so a row's result is the same, bit for
+// bit, on any number of threads and in any company.
+int64_t tiles_per_unit(int64_t tiles, int64_t num_kv_heads, int32_t splits) {
   int64_t each;
   if (splits > 0) {
     each = (tiles + splits - 1) / splits;
   } else {
-    each = tiles * groups / kTargetUnits;
+    each = tiles * num_kv_heads / kTargetUnits;
     if (each < kMinTilesPerUnit) each = kMinTilesPerUnit;
   }
   return each < 1 ? 1 : each;
@@ -626,7 +622,7 @@ int32_t attend(const Request* requests, int64_t num_requests, int32_t num_heads,
       const int64_t blocks = (stacked + kBlockRows - 1) / kBlockRows;
       const int64_t dense_tiles = request.dense == nullptr ? 0 : tiles_of(request.dense->num_tokens);
       const int64_t packed_tiles = request.packed == nullptr ? 0 : tiles_of(request.packed->num_tokens);
-      const int64_t each = tiles_per_unit(dense_tiles + packed_tiles, num_kv_heads * blocks, splits);
+      const int64_t each = tiles_per_unit(dense_tiles + packed_tiles, num_kv_heads, splits);
       for (int head = 0; head < num_kv_heads; ++head) {
         for (int64_t block = 0; block < blocks; ++block) {
           const int64_t first_row = stacked * block / blocks;
@@ -1127,15 +1123,17 @@ struct FloatKeys {  // [D][64]
   }
 };
 
-struct CodeKeys {  // [D][64] int8, the channels' scales folded into the query
+struct CodeKeys {  // [D][64] int8
   const int8_t* data;
-  int64_t next;  // bytes to the next tile
+  const float* scales;  // [D]
+  int64_t next;         // bytes to the next tile
   template <int N>
   POLYKV_INLINE void get(const CodeKeys& self, int channel, int token, vf (&x)[N]) {
     const int8_t* p = self.data + channel * kTile + token;
     if (token == 0) __builtin_prefetch(p + self.next);
+    const vf scale = all(self.scales[channel]);
     POLYKV_UNROLL
-    for (int j = 0; j < N; ++j) x[j] = load_int8(p + j * kWidth);
+    for (int j = 0; j < N; ++j) x[j] = mul(load_int8(p + j * kWidth), scale);  // exact: 8 + 11 bits
   }
 };
 
@@ -1373,11 +1371,11 @@ POLYKV_INLINE void half_to_floats(const uint16_t* h, int count, float* x) {  // 
 
 static void dequantise_keys(const int8_t* codes, const float* scales, int head_dim, float* keys) {
   for (int d = 0; d < head_dim; ++d) {
-    const vf s = scales == nullptr ? all(1.0f) : all(scales[d]);
+    const vf s = all(scales[d]);
     __builtin_prefetch(codes + (head_dim + d) * kTile);
     POLYKV_UNROLL
     for (int t = 0; t < kTile; t += kWidth) {
-      store(keys + d * kTile + t, mul(load_int8(codes + d * kTile + t), s));  // exact: 8 + 11 bits
+      store(keys + d * kTile + t, mul(load_int8(codes + d * kTile + t), s));
     }
   }
 }
@@ -1463,7 +1461,7 @@ struct Tile {
   int tokens;
   int64_t first;           // index of its first token in the source
   const int8_t* codes;     // keys as codes, or null: keys in floats
-  const float* scales;     // [D] of the codes' channels, or null
+  const float* scales;     // [D] of the codes' channels
   const float* keys;       // [D][64]
   float factor;            // on the scores
   const uint8_t* packed;   // values as codes, or null: values in floats
@@ -1480,20 +1478,7 @@ static void panel(const Tile& tile, const float* q, int head_dim, const int64_t*
   if (tile.codes == nullptr) {
     scores<MR>(q, FloatKeys{tile.keys}, head_dim, tile.tokens, tile.factor, p);
   } else {
-    if (tile.scales != nullptr) {
-      for (int d = 0; d < head_dim; ++d) {
-        if (2 * MR < kWidth) {
-          POLYKV_UNROLL
-          for (int r = 0; r < MR; ++r) s.scaled[d * MR + r] = q[d * MR + r] * tile.scales[d];
-        } else {  // whole vectors: what one writes beyond its channel, the next channel's overwrites
-          const vf scale = all(tile.scales[d]);
-          POLYKV_UNROLL
-          for (int r = 0; r < MR; r += kWidth) store(s.scaled + d * MR + r, mul(load(q + d * MR + r), scale));
-        }
-      }
-      q = s.scaled;
-    }
-    scores<MR>(q, CodeKeys{tile.codes, static_cast<int64_t>(head_dim) * kTile}, head_dim, tile.tokens, tile.factor, p);
+    scores<MR>(q, CodeKeys{tile.codes, tile.scales, static_cast<int64_t>(head_dim) * kTile}, head_dim, tile.tokens, tile.factor, p);
   }
   float correction[MR];
   for (int r = 0; r < MR; ++r) {
@@ -1551,10 +1536,11 @@ static void attend(const Unit& unit, Scratch& s) {
       const int8_t* codes = source.key_codes + index * head_dim * kTile;
       if (source.key_scales != nullptr) {
         half_to_floats(source.key_scales + index * head_dim, head_dim, s.scales);
-        tile.scales = s.scales;
-      } else {
+      } else {  // one scale for all goes with the scores
+        for (int d = 0; d < head_dim; ++d) s.scales[d] = 1.0f;
         tile.factor *= source.key_scale;
       }
+      tile.scales = s.scales;
       if (once) {
         tile.codes = codes;
       } else {

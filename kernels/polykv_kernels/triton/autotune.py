@@ -15,11 +15,12 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from polykv_kernels.layouts import DenseKV, EncodedKV
 from polykv_kernels.triton import attention, encode
@@ -27,6 +28,7 @@ from polykv_kernels.triton.tiles import SplitRule, Tile, TileTable, device_prope
 
 BLOCK_M = (16, 32, 64, 128)
 KV_HEADS, GROUP = 8, 4
+TOLERANCE = 1e-3
 
 
 def candidates(block_m: int, quick: bool) -> list[Tile]:
@@ -44,39 +46,53 @@ def make_segment(tokens: int, head_dim: int, device: torch.device) -> EncodedKV:
     return EncodedKV(0, tokens, KV_HEADS, head_dim, torch.bfloat16, exact, packed_keys, packed_values)
 
 
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A call as a graph: launched one by one, kernels of a few microseconds would be timed at Python's speed."""
+    call()  # compiles what the capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 def time_tiles(
-    segments: Sequence[EncodedKV], q: torch.Tensor, choices: Sequence[tuple[Tile, int | None]], rounds: int
+    segments: Sequence[EncodedKV], q: Tensor, choices: Sequence[tuple[Tile, int | None]], rounds: int
 ) -> list[float | None]:
     """Median milliseconds of each choice of tile and splits; None for one that fails or is wrong.
 
     Segments are cycled, so that they come from memory and not from the cache.
     """
     scale = q.shape[-1] ** -0.5
-    wants = [attention.attend(q, segment, scale, out_dtype=torch.float32)[0] for segment in segments[:1]]
-    usable: list[bool] = []
+    want, _ = attention.attend(q, segments[0], scale, out_dtype=torch.float32)
+    graphs: list[torch.cuda.CUDAGraph | None] = []
     for tile, splits in choices:
-        try:
-            out, _ = attention.attend(q, segments[0], scale, tile=tile, splits=splits, out_dtype=torch.float32)
-            torch.cuda.synchronize()
-            error = float((out - wants[0]).abs().max() / wants[0].abs().max())
-            usable.append(error <= 1e-4)
-            if error > 1e-4:
-                print(f"  dropped {tile}: differs from the present tile by {error:.2g}", file=sys.stderr)
-        except Exception as problem:  # Triton has one class for each way not to fit
-            print(f"  dropped {tile}: {type(problem).__name__}: {str(problem).splitlines()[0]}", file=sys.stderr)
-            usable.append(False)
-    times: list[list[float]] = [[] for _ in choices]
-    for _ in range(rounds):
-        for (tile, splits), good, taken in zip(choices, usable, times, strict=True):
-            if not good:
-                continue
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+
+        def run(tile: Tile = tile, splits: int | None = splits) -> None:
             for segment in segments:
                 attention.attend(q, segment, scale, tile=tile, splits=splits)
-            end.record()
-            end.synchronize()
-            taken.append(start.elapsed_time(end) / len(segments))
+
+        graph = None
+        try:
+            out, _ = attention.attend(q, segments[0], scale, tile=tile, splits=splits, out_dtype=torch.float32)
+            error = float((out - want).abs().max() / want.abs().max())
+            if error <= TOLERANCE:
+                graph = captured(run)
+            else:
+                print(f"  dropped {tile}: differs from the present tile by {error:.2g}", file=sys.stderr)
+        except Exception as problem:  # triton has a class of its own for each way not to fit
+            print(f"  dropped {tile}: {type(problem).__name__}: {str(problem)[:200]}", file=sys.stderr)
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in choices]
+    for _ in range(rounds):
+        for graph, taken in zip(graphs, times, strict=True):
+            if graph is not None:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                taken.append(start.elapsed_time(end) / len(segments))
     return [statistics.median(taken) if taken else None for taken in times]
 
 
