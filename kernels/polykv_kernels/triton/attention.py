@@ -1,8 +1,8 @@
 """Attention of stacked queries over one packed segment, split over its tokens.
 
-The grid is (KV heads, splits, row blocks). A program dequantises each of its 64-token tiles once for all the rows of its
-block, multiplies in float16 with float32 sums, and keeps an online softmax (FlashAttention-2, arXiv 2307.08691) in base
-two. Partial results over splits are joined by a second kernel, as in FlashDecoding.
+The grid is (KV heads, splits, row blocks). A program dequantises each of its 64-token tiles once for all the rows of
+its block, multiplies in float16 with float32 sums, and keeps an online softmax (FlashAttention-2, arXiv 2307.08691) in
+base two. Partial results over splits are joined by a second kernel, as in FlashDecoding.
 
 What keeps float16 products as good as the formats they come from:
 
@@ -13,9 +13,9 @@ What keeps float16 products as good as the formats they come from:
 * The eight levels times 1250 / 1024 are float16 numbers exactly, so the codebook is not rounded either.
 * A token's value scale goes into its probability, which is divided by a power of two kept per row.
 
-What remains is the rounding of probabilities to float16, 2 ** -12 each. The maximum that they are relative to is rounded up to
-an integer, so they round alike in any tile and split: how many rows or splits there are does not change a row's result
-beyond float32's rounding.
+What remains is the rounding of probabilities to float16, 2 ** -12 each. The maximum that they are relative to is
+rounded up to an integer, so they round alike in any tile and split: how many rows or splits there are does not change
+a row's result beyond float32's rounding.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FAR = tl.constexpr(1 << 30)
 
 @triton.jit
 def _value_tile(codes_ptr, tokens, valid, BN: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Levels (times ``_LEVEL_UNIT``) of one tile of values: ``[64, D]`` float16.
+    """Levels (times ``_LEVEL_UNIT``) of ``BN`` tokens of a tile: ``[BN, D]`` float16.
 
     32 codes are 96 bits, three aligned 32-bit words: they hold four groups of 24 bits, that is of eight codes.
     """
@@ -82,15 +82,15 @@ def _softmax_step(s, value_scale, m, sums, unit):  # type: ignore[no-untyped-def
     """One online-softmax step.
 
     Args:
-        s: scores of the tile in base two, float32 ``[BM, 64]``; -inf where masked.
-        value_scale: factor of each token's value, float32 ``[64]``.
-        m: running maximum ``[BM]``, rounded up to an integer: factors between tiles and splits are then powers of two, so
-            that the float16 weights round alike however the tokens are split.
+        s: scores of the tile in base two, float32 ``[BM, tokens]``; -inf where masked.
+        value_scale: factor of each token's value, float32 ``[tokens]``.
+        m: running maximum ``[BM]``, rounded up to an integer: factors between tiles and splits are then powers of two,
+            so that the float16 weights round alike however the tokens are split.
         sums: running sum ``[BM]`` of ``exp2(s - m)``.
         unit: ``[BM]``, the power of two in whose units the rows of the accumulator are.
 
     Returns:
-        The float16 weights ``[BM, 64]`` in the new units, the factor for the accumulator, and new m, sums and unit.
+        The float16 weights ``[BM, tokens]`` in the new units, the factor for the accumulator, and new m, sums and unit.
     """
     new_m = tl.maximum(m, tl.ceil(tl.max(s, 1)))
     finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen no key yet
@@ -235,6 +235,10 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         norms_ptr = value_scales_ptr + head * stride_value_scales_head
         if PER_TENSOR:
             key_scale = tl.load(key_scales_ptr)
+        elif EXACT:
+            # loaded anew, so that it need not be kept in registers past the exact tokens; volatile, or it would be
+            again = tl.load(q_row_ptr[:, None] + channel[None, :], mask=in_rows[:, None], other=0.0, volatile=True)
+            q_wide = again.to(tl.float32)
         for tile in range(first, last):
             if not PER_TENSOR:
                 channel_scale = tl.load(scales_ptr + tile * D + channel).to(tl.float32)
@@ -329,7 +333,7 @@ def attend(
     exact_tile = exact_tile_size(packed_tokens > 0, head_dim, exact_element)
     exact_splits, exact_tiles_per_split = split(encoded.num_exact, exact_tile)
     packed_splits, packed_tiles_per_split = split(packed_tokens)
-    all_splits = exact_splits + packed_splits
+    all_splits = max(exact_splits + packed_splits, 1)  # one that sees nothing, if there are no tokens
 
     # unused pointers get some tensor of the device; the kernel's constants keep it from reading them
     exact_keys = exact_values = key_codes = key_scales = value_words = value_scales = q
@@ -348,41 +352,42 @@ def attend(
 
     partial = torch.empty((all_splits, num_kv_heads, rows * group, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((all_splits, num_kv_heads, rows * group, 2), dtype=torch.float32, device=q.device)
-    attention_kernel[(num_kv_heads, all_splits, row_blocks)](
-        q,
-        positions,
-        exact_keys,
-        exact_values,
-        key_codes,
-        key_scales,
-        value_words,
-        value_scales,
-        partial,
-        stats,
-        scale / math.log(2.0),
-        rows,
-        group,
-        encoded.num_exact,
-        exact_splits,
-        exact_tiles_per_split,
-        packed_tokens,
-        packed_tiles_per_split,
-        encoded.start,
-        min(window, 2**31 - 1) if window is not None else 0,
-        *q.stride()[:2],
-        *head_strides,
-        D=head_dim,
-        BM=tile.block_m,
-        BN=tile.block_n,
-        BE=exact_tile,
-        EXACT=exact_splits > 0,
-        PACKED=packed_splits > 0,
-        PER_TENSOR=encoded.keys is not None and encoded.keys.per_tensor,
-        WINDOW=window is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        attention_kernel[(num_kv_heads, all_splits, row_blocks)](
+            q,
+            positions,
+            exact_keys,
+            exact_values,
+            key_codes,
+            key_scales,
+            value_words,
+            value_scales,
+            partial,
+            stats,
+            scale / math.log(2.0),
+            rows,
+            group,
+            encoded.num_exact,
+            exact_splits,
+            exact_tiles_per_split,
+            packed_tokens,
+            packed_tiles_per_split,
+            encoded.start,
+            min(window, 2**31 - 1) if window is not None else 0,
+            *q.stride()[:2],
+            *head_strides,
+            D=head_dim,
+            BM=tile.block_m,
+            BN=tile.block_n,
+            BE=exact_tile,
+            EXACT=exact_splits > 0,
+            PACKED=packed_splits > 0,
+            PER_TENSOR=encoded.keys is not None and encoded.keys.per_tensor,
+            WINDOW=window is not None,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            enable_fp_fusion=True,
+        )
     sign_seed = encoded.values.sign_seed if encoded.values is not None else None
     return merge_splits(partial, stats, exact_splits, sign_seed, rows, out_dtype or q.dtype)
 

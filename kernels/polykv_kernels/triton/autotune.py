@@ -3,9 +3,9 @@
     python -m polykv_kernels.triton.autotune --output tiles.json [--head-dim 64 128 256] [--quick]
     POLYKV_TRITON_TILES=tiles.json python ...      uses the result
 
-For every head dim and number of rows, each candidate's output is compared with that of the shipped tile, and the median
-time over interleaved rounds decides. The split rule is chosen by decode alone, with the tiles that won. A candidate that
-does not fit the GPU, or is wrong, is dropped with a message.
+For every head dim and number of rows, each candidate's output is compared with that of the shipped tile, and the
+median time over interleaved rounds decides. The split rule is chosen by decode alone, with the tiles that won. A
+candidate that does not fit the GPU, or is wrong, is dropped with a message.
 """
 
 from __future__ import annotations

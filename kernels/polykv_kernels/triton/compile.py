@@ -1,7 +1,7 @@
 """Compiles the kernels for a named GPU without one: registers, spills, shared memory and assembly.
 
-Triton carries its own assembler and needs neither a driver nor a device to compile. So tests can hold every shipped tile
-to the limits of its architecture on any machine. Nothing here runs at run time.
+Triton carries its own assembler and needs neither a driver nor a device to compile. So tests can hold every shipped
+tile to the limits of its architecture on any machine. Nothing here runs at run time.
 
     python -m polykv_kernels.triton.compile --architecture sm_90 --head-dim 128
 """

@@ -92,19 +92,20 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool) -> Int8Keys:
     else:
         largest = keys
         scales = torch.empty((heads, n_tiles, head_dim), dtype=torch.float16, device=keys.device)
-    encode_keys_kernel[(n_tiles, heads, head_dim // CHANNELS)](
-        keys,
-        largest,
-        codes,
-        scales,
-        tokens,
-        *keys.stride()[:2],
-        D=head_dim,
-        BC=CHANNELS,
-        PER_TENSOR=per_tensor,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(keys):
+        encode_keys_kernel[(n_tiles, heads, head_dim // CHANNELS)](
+            keys,
+            largest,
+            codes,
+            scales,
+            tokens,
+            *keys.stride()[:2],
+            D=head_dim,
+            BC=CHANNELS,
+            PER_TENSOR=per_tensor,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     if not per_tensor and not torch.isfinite(scales).all():
         raise key_too_large(keys)
     return Int8Keys(codes, scales, tokens)
@@ -171,21 +172,22 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
         values = values.contiguous()
     codes = torch.empty((heads, tokens, head_dim // 8 * 3), dtype=torch.uint8, device=values.device)
     scales = torch.empty((heads, tokens), dtype=torch.float16, device=values.device)
-    encode_values_kernel[(-(-tokens // TOKENS), heads)](
-        values,
-        values if sign_seed is None else device_signs(sign_seed, head_dim, values.device),
-        codes,
-        scales,
-        tokens,
-        *values.stride()[:2],
-        D=head_dim,
-        LOG2_D=head_dim.bit_length() - 1,
-        BT=TOKENS,
-        SIGNS=sign_seed is not None,
-        LEAST_SQUARES=least_squares,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(values):
+        encode_values_kernel[(-(-tokens // TOKENS), heads)](
+            values,
+            values if sign_seed is None else device_signs(sign_seed, head_dim, values.device),
+            codes,
+            scales,
+            tokens,
+            *values.stride()[:2],
+            D=head_dim,
+            LOG2_D=head_dim.bit_length() - 1,
+            BT=TOKENS,
+            SIGNS=sign_seed is not None,
+            LEAST_SQUARES=least_squares,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     if not torch.isfinite(scales).all():
         raise value_too_long(values)
     return LloydMax3Values(codes, scales, sign_seed)

@@ -103,24 +103,25 @@ def merge_splits(
     out = torch.empty((rows, num_heads, head_dim), dtype=out_dtype, device=partial.device)
     lse = torch.empty((rows, num_heads), dtype=torch.float32, device=partial.device)
     signs = partial if sign_seed is None else device_signs(sign_seed, head_dim, partial.device)
-    merge_splits_kernel[(-(-rows * num_heads // MERGE_ROWS),)](
-        partial,
-        stats,
-        signs,
-        out,
-        lse,
-        rows,
-        stacked // rows,
-        num_kv_heads,
-        exact_splits,
-        splits,
-        D=head_dim,
-        LOG2_D=head_dim.bit_length() - 1,
-        BR=MERGE_ROWS,
-        SIGNS=sign_seed is not None,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(partial):
+        merge_splits_kernel[(-(-rows * num_heads // MERGE_ROWS),)](
+            partial,
+            stats,
+            signs,
+            out,
+            lse,
+            rows,
+            stacked // rows,
+            num_kv_heads,
+            exact_splits,
+            splits,
+            D=head_dim,
+            LOG2_D=head_dim.bit_length() - 1,
+            BR=MERGE_ROWS,
+            SIGNS=sign_seed is not None,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return out, lse
 
 
@@ -207,19 +208,20 @@ def _merge_few(states: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> t
     if out.numel() == 0:
         return out, lse
     unused = MAX_STATES - len(states)
-    merge_states_kernel[(-(-rows // MERGE_ROWS),)](
-        *outs,
-        *outs[:1] * unused,
-        *lses,
-        *lses[:1] * unused,
-        out,
-        lse,
-        rows,
-        D=head_dim,
-        BD=triton.next_power_of_2(head_dim),
-        BR=MERGE_ROWS,
-        STATES=len(states),
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+    with torch.cuda.device_of(out):
+        merge_states_kernel[(-(-rows // MERGE_ROWS),)](
+            *outs,
+            *outs[:1] * unused,
+            *lses,
+            *lses[:1] * unused,
+            out,
+            lse,
+            rows,
+            D=head_dim,
+            BD=triton.next_power_of_2(head_dim),
+            BR=MERGE_ROWS,
+            STATES=len(states),
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return out, lse

@@ -1,9 +1,9 @@
 """Which tile, how many warps and stages, and how many splits: a small table, read once.
 
-``tiles.json`` holds it, one list a GPU architecture and head dim, ordered by ``block_m``, the query rows of one program.
-The environment variable ``POLYKV_TRITON_TILES`` names another file, for example one that
-``python -m polykv_kernels.triton.autotune`` wrote. Nothing is tuned at run time: an agent's first token would wait for
-it, and two runs could choose differently and round differently.
+``tiles.json`` holds it, one list a GPU architecture and head dim, ordered by ``block_m``, the query rows of one
+program. The environment variable ``POLYKV_TRITON_TILES`` names another file, for example one that ``python -m
+polykv_kernels.triton.autotune`` wrote. Nothing is tuned at run time: an agent's first token would wait for it, and two
+runs could choose differently and round differently.
 """
 
 from __future__ import annotations
