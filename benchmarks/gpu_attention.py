@@ -1,4 +1,4 @@
-"""Time of one layer's attention over one compressed segment on a GPU, against SDPA over uncompressed copies, in one run.
+"""Time of one layer's attention over a packed segment on a GPU, against SDPA over uncompressed copies, in one run.
 
     python benchmarks/gpu_attention.py --quick [--json FILE]           one shape, about a minute
     python benchmarks/gpu_attention.py [--json FILE]                   all shapes, decode and prefill
@@ -8,21 +8,22 @@
 Decode is one query row of each of N agents, prefill one request's chunk of 512 rows. Systems:
 
 * ``ours``: ``polykv_kernels.ops.shared_attention`` over the segment that the ``k8v3`` codec makes, Triton kernels.
-* ``stacked``: ONE bfloat16 copy, all rows stacked as the rows of its KV heads, SDPA: the fair baseline. Against it stands
-  what compression gains; the rest of what ``independent`` loses is gained by sharing alone.
+* ``stacked``: ONE bfloat16 copy, all rows stacked as the rows of its KV heads, SDPA: the fair baseline. Against it
+  stands what compression gains; the rest of what ``independent`` loses is gained by sharing alone.
 * ``independent``: N bfloat16 copies in one batch, SDPA with grouped heads: what N private caches cost. Decode only, and
   only if the copies fit.
 
-SDPA runs with every implementation that PyTorch has and that takes the call (FlashAttention, cuDNN, memory-efficient), and
-the ``flash_attn`` package's split-KV decode if it is installed; each baseline is the fastest of them, and its name is
-printed.
+SDPA runs with every implementation that PyTorch has and that takes the call (FlashAttention, cuDNN, memory-efficient),
+and the ``flash_attn`` package's split-KV decode if it is installed; each baseline is the fastest of them, and its name
+is printed.
 
-First, results: ours against the float64 reference, the baselines (which hold the decoded segment) against ours. A wrong
-one ends the run. Then times: each system cycles through copies of its operands that exceed the L2 cache several times, as
-the layers of a model do, in one CUDA graph, so that Python is not in the time; systems take turns, and medians over the
-rounds of CUDA events are reported. ``eager`` is a call without a graph, launches included. Bandwidth is the bytes of keys
-and values that a system has to read over its time, next to a device-to-device copy (bytes read and written over time)
-measured in the same run. Private tails, the merge with them and rotary embeddings are not in these times.
+First, results: ours against the float64 reference, the baselines (which hold the decoded segment) against ours. A
+wrong one ends the run. Then times: each system cycles through copies of its operands that exceed the L2 cache several
+times, as the layers of a model do, in one CUDA graph, so that Python is not in the time; systems take turns, and
+medians over the rounds of CUDA events are reported. ``eager`` is a call without a graph, launches included. Bandwidth
+is the bytes of keys and values that a system has to read over its time, next to a device-to-device copy (bytes read
+and written over time) measured in the same run. Private tails, the merge with them and rotary embeddings are not in
+these times.
 """
 
 from __future__ import annotations
@@ -150,10 +151,15 @@ def run_all(calls: Sequence[Callable[[], Any]]) -> None:
 
 def measure(systems: Sequence[System], rounds: int) -> dict[str, tuple[float, float]]:
     """``(graph, eager)`` median microseconds of each system; they take turns."""
-    graphs = [capture(system.calls) for system in systems]
-    taken: list[tuple[list[float], list[float]]] = [([], []) for _ in systems]
+    graphs: list[tuple[System, torch.cuda.CUDAGraph]] = []
+    for system in systems:
+        try:
+            graphs.append((system, capture(system.calls)))
+        except RuntimeError as error:
+            print(f"  {system.name} {system.variant}: left out, no CUDA graph of it: {str(error).splitlines()[0]}")
+    taken: list[tuple[list[float], list[float]]] = [([], []) for _ in graphs]
     for index in range(rounds + 2):
-        for system, graph, (replayed, eager) in zip(systems, graphs, taken, strict=True):
+        for (system, graph), (replayed, eager) in zip(graphs, taken, strict=True):
             in_graph = timed(graph.replay, len(system.calls))
             without = timed(partial(run_all, system.calls), len(system.calls))
             if index >= 2:  # clocks and caches have settled
@@ -161,7 +167,7 @@ def measure(systems: Sequence[System], rounds: int) -> dict[str, tuple[float, fl
                 eager.append(without)
     return {
         system.name + system.variant: (statistics.median(replayed), statistics.median(eager))
-        for system, (replayed, eager) in zip(systems, taken, strict=True)
+        for (system, _), (replayed, eager) in zip(graphs, taken, strict=True)
     }
 
 
@@ -286,25 +292,30 @@ def compare(
             print(f"  independent: {agents} copies do not fit")
 
     times = measure(systems, rounds)
-    measured = [
-        Row(
-            *(phase, name, tokens, agents, s.name, s.variant, s.bytes_read),
-            *times[s.name + s.variant],
-            bandwidth_gbs=s.bytes_read / times[s.name + s.variant][0] / 1e3,
-            of_copy=s.bytes_read / times[s.name + s.variant][0] / 1e3 / copy_gbs,
+    measured = []
+    for system in systems:
+        if system.name + system.variant not in times:
+            continue
+        graph_us, eager_us = times[system.name + system.variant]
+        bandwidth = system.bytes_read / graph_us / 1e3
+        measured.append(
+            Row(
+                *(phase, name, tokens, agents, system.name, system.variant, system.bytes_read),
+                *(graph_us, eager_us, bandwidth, bandwidth / copy_gbs),
+            )
         )
-        for s in systems
-    ]
-    ours = measured[0].graph_us
+    ours = next((row.graph_us for row in measured if row.system == "ours"), None)
+    if ours is None:
+        sys.exit("ours could not be captured in a CUDA graph")
     print("\n  | system | fastest as | bytes read | graph | eager | bandwidth | of a copy | system / ours |")
     print("  |---|---|---|---|---|---|---|---|")
-    for system in ("ours", "stacked", "independent"):
-        found = [row for row in measured if row.system == system]
+    for kind in ("ours", "stacked", "independent"):
+        found = [row for row in measured if row.system == kind]
         if not found:
             continue
         row = min(found, key=lambda r: r.graph_us)
         print(
-            f"  | {system} | {row.variant or 'Triton'} | {row.bytes_read / 1e6:.1f} MB | {row.graph_us:.1f} us | "
+            f"  | {kind} | {row.variant or 'Triton'} | {row.bytes_read / 1e6:.1f} MB | {row.graph_us:.1f} us | "
             f"{row.eager_us:.1f} us | {row.bandwidth_gbs:.0f} GB/s | {100 * row.of_copy:.0f} % | "
             f"{row.graph_us / ours:.2f}x |"
         )

@@ -193,13 +193,15 @@ with ops.use_backend("cpu"):
     def work():
         while not stop.is_set():
             compute()
-    others = [threading.Thread(target=work) for _ in range(int(sys.argv[1]))]
+    others = [threading.Thread(target=work, daemon=True) for _ in range(int(sys.argv[1]))]
     for thread in others:
         thread.start()
     for _ in range(6):
         child = os.fork()
         if child == 0:
             ok = all(compute() == want for _ in range(3))
+            if os.path.isdir("/proc/self/task"):  # only the thread that forks lives on: the others must be new
+                ok &= len(os.listdir("/proc/self/task")) > 1
             grandchild = os.fork()  # a child that used them may fork as well
             if grandchild == 0:
                 os._exit(0 if compute() == want else 1)
@@ -347,6 +349,38 @@ def test_splitting_tails_changes_results_by_rounding_only(isa):
         for splits in (0, *SPLITS, 1000):
             got = cpu.ragged_attention(q, keys, values, [39, 1], 0.125, window=window, splits=splits)
             assert_close(got, tuple(x.double() for x in whole), 1e-6)
+
+
+def test_a_row_has_the_same_bits_in_any_company(isa):
+    """Alone, among few and among many, at another place: so an answer does not depend on who else asks."""
+    total = 70
+    positions = torch.arange(total) * 9 + 640
+    companies = [torch.randperm(total)[:size] for size in (1, 2, 3, 4, 5, 17, 40)] + [torch.arange(total).flip(0)]
+    for layout, head_dim in itertools.product(LAYOUTS, (48, 128)):
+        segment = random_segment(layout, 2, 640, head_dim)
+        q = random_query(total, 6, head_dim)
+        for window in (None, 400):
+            want = ops.shared_attention(q, segment, 0.1, q_positions=positions, window=window)
+            for rows in companies:
+                got = ops.shared_attention(q[rows], segment, 0.1, q_positions=positions[rows], window=window)
+                assert_equal(got, tuple(x[rows] for x in want))
+
+
+def test_a_request_has_the_same_bits_in_any_company(isa):
+    lengths, counts = (300, 5, 129, 70), (1, 5, 33, 2)
+    keys = [torch.randn(2, length, 48) for length in lengths]
+    values = [torch.randn(2, length, 48) for length in lengths]
+    q = random_query(sum(counts), 6, 48).split(counts)
+    states = [ops.merge_attention_states(*[(x, x[..., 0])] * 2) for x in q]
+    want = [ops.ragged_attention(x, [k], [v], [len(x)], 0.2) for x, k, v in zip(q, keys, values, strict=True)]
+    for order in itertools.permutations(range(4)):
+        rows = torch.cat([q[i] for i in order])
+        got = ops.ragged_attention(
+            rows, [keys[i] for i in order], [values[i] for i in order], [counts[i] for i in order], 0.2
+        )
+        assert_equal(got, tuple(torch.cat([want[i][part] for i in order]) for part in range(2)))
+        got = ops.merge_attention_states(*[(rows, rows[..., 0])] * 2)
+        assert_equal(got, tuple(torch.cat([states[i][part] for i in order]) for part in range(2)))
 
 
 def test_logits_of_one_row_in_growing_and_shrinking_order_keep_the_maximum(isa):

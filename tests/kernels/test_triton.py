@@ -1,7 +1,7 @@
 """The Triton backend without a GPU: kernels in Triton's interpreter, and compiled for GPUs that are not there.
 
-Both run in processes of their own, since ``TRITON_INTERPRET`` is read when kernels are defined. What they cannot show, that
-the compiled code computes the same on a GPU, is in ``test_triton_gpu.py``.
+Both run in processes of their own, since ``TRITON_INTERPRET`` is read when kernels are defined. What they cannot show,
+that the compiled code computes the same on a GPU, is in ``test_triton_gpu.py``.
 """
 
 from __future__ import annotations
@@ -74,13 +74,29 @@ def test_operations_take_the_arguments_of_the_reference(name: str) -> None:
 @needs_triton
 def test_what_is_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert backend.unavailable_reason(torch.device("cuda", 0)) is None
-    reason = backend.unavailable_reason(torch.device("cpu"))
-    assert reason is not None
-    assert "GPU" in reason
-    assert backend.unavailable_reason(torch.device("mps")) is not None
+    assert "GPUs only" in (backend.unavailable_reason(torch.device("cpu")) or "")
+    assert "mps" in (backend.unavailable_reason(torch.device("mps")) or "")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.unavailable_reason(torch.device("cpu")) is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("available", "capability", "reason"),
+    [(False, (0, 0), "there is no GPU"), (True, (7, 5), "8.0"), (True, (8, 0), None), (True, (12, 0), None)],
+)
+def test_a_gpu_that_cannot_be_used_says_why(
+    available: bool, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    backend._gpu_reason.cache_clear()
+    try:
+        said = backend.unavailable_reason(torch.device("cuda", 0))
+    finally:
+        backend._gpu_reason.cache_clear()
+    assert said is None if reason is None else reason in (said or "")
 
 
 def test_what_is_unsupported_says_why() -> None:
@@ -98,6 +114,31 @@ def test_what_is_unsupported_says_why() -> None:
 
 def test_the_description_names_the_tiles() -> None:
     assert backend.describe()["tiles"] == str(tiles.tiles_file())
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "polykv_kernels.triton.autotune", "--output", "tiles.json"],
+        [str(Path(__file__).parents[2] / "benchmarks" / "gpu_attention.py"), "--quick"],
+    ],
+    ids=["autotune", "benchmark"],
+)
+def test_what_measures_a_gpu_says_that_it_needs_one(command: list[str], tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2, done.stderr
+    assert "torch.cuda.is_available() is false" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------- the tile table

@@ -139,6 +139,7 @@ def check_values(
         usable = (rms > 1e-15).expand_as(z)  # squares of smaller numbers leave float32, and the scale is 0
         assert (distance[other & usable] < 1e-5).all(), "a code differs away from a threshold"
         assert ((got_codes.int() - want_codes.int()).abs()[other & usable] <= 1).all()
+        assert not (other & (rms == 0)).any(), "a zero vector has other codes"
     bits, want_bits = scales.cpu().view(torch.int16).int(), want.scales.view(torch.int16).int()
     assert ((bits - want_bits).abs() <= 1).all(), "a scale differs by more than one float16 step"
     return int(other.sum()), int((bits != want_bits).sum())

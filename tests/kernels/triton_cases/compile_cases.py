@@ -1,8 +1,8 @@
 """Compiles kernels for GPUs that need not be there: ``python compile_cases.py`` prints one JSON line a kernel.
 
-A process of its own: one that interprets cannot compile. ``test_triton.py`` starts it. With POLYKV_TEST_FULL=1 every tile
-of the shipped table is compiled for every layout, with and without a window and for both dtypes where it could matter.
-Whether a tile spills a few bytes depends on the assembler's heuristics, that is on the version of triton.
+A process of its own: one that interprets cannot compile. ``test_triton.py`` starts it. With POLYKV_TEST_FULL=1 every
+tile of the shipped table is compiled for every layout, with and without a window and for both dtypes where it could
+matter. Whether a tile spills a few bytes depends on the assembler's heuristics, that is on the version of triton.
 """
 
 from __future__ import annotations

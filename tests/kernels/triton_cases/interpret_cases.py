@@ -1,7 +1,8 @@
 """Cases for Triton's interpreter: ``python interpret_cases.py CASE...`` prints one JSON line a case.
 
-A process of its own, since ``TRITON_INTERPRET`` counts when the kernels are defined, and a process that interprets cannot
-compile. ``test_triton.py`` starts it. The interpreter multiplies on the CPU with numpy, one program after another.
+A process of its own, since ``TRITON_INTERPRET`` counts when the kernels are defined, and a process that interprets
+cannot compile. ``test_triton.py`` starts it. The interpreter multiplies on the CPU with numpy, one program after
+another.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from common import (
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from triton_cases.common import (
     BOUND,
     INF,
     LAYOUTS,
@@ -37,7 +40,7 @@ from common import (
 )
 
 from polykv_kernels import reference
-from polykv_kernels.layouts import EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
 FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
 CASES: dict[str, Callable[[], str]] = {}
@@ -343,6 +346,15 @@ def an_outlier_value_does_not_disturb_rows_that_ignore_it() -> str:
         assert want[0].abs().max() < 10
         errors.append(check(attend(q, segment, 0.125), want))
     return f"largest error {max(errors):.2e}"
+
+
+@case
+def a_segment_without_tokens_leaves_every_row_empty() -> str:
+    none = torch.zeros(2, 0, 64).half()
+    segment = EncodedKV(0, 0, 2, 64, torch.float16, DenseKV(none, none), None, None)
+    out, lse = attend(torch.randn(3, 4, 64).half(), segment, 0.125, splits=3)
+    assert not out.any() and (lse == -INF).all()
+    return ""
 
 
 @case
