@@ -154,6 +154,16 @@ def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
 
 
+def _check_device(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
+    if a.device != b.device:
+        raise ValueError(f"{a_name} is on {a.device}, {b_name} on {b.device}; move one of them")
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"a window must hold at least one token, the query's own, got {window}; None means no window")
+
+
 def shared_attention(
     q: Tensor,
     segment: EncodedKV,
@@ -181,16 +191,22 @@ def shared_attention(
         whole segment has out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes do not fit, there are no rows, or a window comes without positions.
-        TypeError: q is not floating point.
+        ValueError: shapes or devices do not fit, there are no rows, or a window is empty or comes without positions.
+        TypeError: q is not floating point, or positions are.
+        BackendError: a forced backend cannot do this.
     """
     if q.ndim != 3 or q.shape[0] == 0:
         raise ValueError(f"q must be [rows, Hq, D] with at least one row, got {tuple(q.shape)}")
     _check_query(q, segment.num_kv_heads, segment.head_dim)
     if q.device != segment.device:
-        raise ValueError(f"q is on {q.device}, the segment on {segment.device}")
-    if window is not None and (q_positions is None or q_positions.shape != q.shape[:1]):
-        raise ValueError("a sliding window needs q_positions of shape [rows]")
+        raise ValueError(f"q is on {q.device}, the segment on {segment.device}; move one of them")
+    _check_window(window)
+    if window is not None:
+        if q_positions is None or q_positions.shape != q.shape[:1]:
+            raise ValueError("a sliding window needs q_positions of shape [rows]")
+        if q_positions.is_floating_point():
+            raise TypeError(f"q_positions must be integers, got {q_positions.dtype}")
+        _check_device(q, "q", q_positions, "q_positions")
     return _backend(segment.head_dim, q).shared_attention(q, segment, scale, q_positions=q_positions, window=window)
 
 
@@ -249,16 +265,28 @@ def ragged_attention(
         ``out`` ``[rows, Hq, D]`` in q's dtype and ``lse`` ``[rows, Hq]`` float32 (float64 for float64 q).
 
     Raises:
-        ValueError: shapes or counts do not fit.
-        TypeError: q is not floating point.
+        ValueError: shapes, counts or devices do not fit, or a window is empty.
+        TypeError: q is not floating point, or a tail's keys and values are not of one floating-point dtype.
+        BackendError: a forced backend cannot do this.
     """
     if q.ndim != 3 or q.shape[0] != sum(row_counts) or not len(keys) == len(values) == len(row_counts):
         raise ValueError(
             f"q has {q.shape[0]} rows for row_counts {list(row_counts)}, {len(keys)} keys, {len(values)} values"
         )
+    _check_window(window)
     for k, v, count in zip(keys, values, row_counts, strict=True):
-        if k.shape != v.shape or count < 1 or k.shape[1] < count:
-            raise ValueError(f"a tail of shape {tuple(k.shape)} cannot hold its own {count} rows")
+        if k.ndim != 3 or k.shape != v.shape or count < 1 or k.shape[1] < count:
+            raise ValueError(
+                f"a tail with keys {tuple(k.shape)} and values {tuple(v.shape)} cannot hold its own {count} rows"
+            )
+        if k.shape[0] != keys[0].shape[0]:
+            raise ValueError(f"tails must have the same number of KV heads, got {keys[0].shape[0]} and {k.shape[0]}")
+        if k.dtype != v.dtype or not k.is_floating_point():
+            raise TypeError(
+                f"a tail's keys and values must be of one floating-point dtype, got {k.dtype} and {v.dtype}"
+            )
+        _check_device(q, "q", k, "a tail's keys")
+        _check_device(q, "q", v, "a tail's values")
         _check_query(q, k.shape[0], k.shape[2])
     return _backend(q.shape[-1], q, *keys, *values).ragged_attention(q, keys, values, row_counts, scale, window=window)
 
@@ -276,13 +304,19 @@ def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
         The merged pair; out keeps its dtype.
 
     Raises:
-        ValueError: no state, or shapes differ.
+        ValueError: no state, or shapes or devices differ.
+        TypeError: out or lse is not floating point.
+        BackendError: a forced backend cannot do this.
     """
     if not states:
         raise ValueError("merge_attention_states needs at least one (out, lse) pair")
     for out, lse in states:
         if out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(f"states do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
+        if not out.is_floating_point() or not lse.is_floating_point():
+            raise TypeError(f"states must be floating point, got out {out.dtype} and lse {lse.dtype}")
+        _check_device(states[0][0], "one state", out, "another")
+        _check_device(out, "a state's out", lse, "its lse")
     return _backend(states[0][0].shape[-1], *(x for state in states for x in state)).merge_attention_states(states)
 
 

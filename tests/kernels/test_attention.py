@@ -230,6 +230,25 @@ def test_an_outlier_token_with_a_huge_value_does_not_disturb_rows_that_ignore_it
     assert_close(got, want, BOUNDS[torch.float32])
 
 
+@pytest.mark.parametrize("below", [14, 40, 80])
+def test_a_weight_far_below_the_largest_counts_as_much_as_its_value_is_large(backend, below):
+    """Weights of exp(-below) times values of exp(below): half of the output, down to the end of float32's range."""
+    tokens, head_dim = 130, 32
+    keys = torch.zeros(1, tokens, head_dim)
+    keys[:, 1:] = -below / head_dim
+    values = torch.rand(1, tokens, head_dim) + 0.5
+    values[:, 1:] *= math.exp(below) / tokens
+    segment = segment_of("exact", keys, values)
+    for rows in (1, 20):
+        q = torch.ones(rows, 2, head_dim)
+        want = oracle(q, keys, values, 1.0)
+        assert (want[0] - values[0, 0]).min() > 0.4  # what the small weights add
+        out, lse = ops.shared_attention(q, segment, 1.0)
+        rounding = below * 2**-22  # a weight is as exact as its logit
+        assert relative_error(out, want[0]) <= BOUNDS[torch.float32] + rounding
+        assert (lse.double() - want[1]).abs().max() <= BOUNDS[torch.float32]
+
+
 # ----------------------------------------------------------------------------------------- independent rows
 
 
