@@ -46,7 +46,7 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kSumChannels = 64;  // products added up in one chain: a longer one rounds more
 constexpr int kMinTilesPerUnit = 8;   // joining the partial results of shorter units would be felt
 constexpr int kTargetUnits = 64;      // enough to keep many threads busy to the end
-constexpr int64_t kSerialWork = 1 << 21;  // multiply-adds below which waking other threads costs more than it saves
+constexpr int64_t kSerialWork = 6 << 20;  // multiply-adds (0.1 ms or so) below which waking threads costs more than it saves
 constexpr float kInf = __builtin_huge_valf();
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
@@ -301,7 +301,7 @@ class Pool {
   }
 
  private:
-  static constexpr int kSpins = 2000;
+  static constexpr int kSpins = 500;
 
   bool start_worker() {
     try {
