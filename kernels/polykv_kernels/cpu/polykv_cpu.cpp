@@ -11,8 +11,9 @@
 //      library with every path in it, and the choice is made at run time.
 //   3. The choice of instruction set, and the C interface.
 //
-// Method: all rows that read one KV head (requests x query heads of the group) are stacked, a tile is dequantised once
-// for all of them, and a register-blocked multiply serves six rows at a time: scores = q K, online softmax (Milakov &
+// Method: all rows that read one KV head (requests x query heads of the group) are stacked and walk over the tiles together.
+// A tile is dequantised to floats (once, if the rows are many), and a register-blocked multiply serves a panel of 6 or 12
+// rows at a time: scores = q K, online softmax (Milakov &
 // Gimelshein 2018), acc += p V. Channel-major keys make the vector lanes tokens, so there is neither a transpose nor a
 // horizontal sum. Token ranges are independent units of work, joined by (maximum, sum) as in split-KV attention
 // (FlashDecoding, FlashInfer); the Hadamard rotation of the values is undone after that, once a row.
@@ -1457,6 +1458,10 @@ static void transpose_keys(const Source& source, int64_t token, int tokens, int 
 
 // ---- attention of a unit
 
+// Up to this many panels dequantise a tile's codes each for itself, in registers: that takes no longer than writing the
+// tile to a buffer, which may not fit into the first-level cache, and reading it again. Both give the same bits.
+constexpr int kDirectPanels = 4;
+
 struct Tile {
   int tokens;
   int64_t first;           // index of its first token in the source
@@ -1524,7 +1529,7 @@ static void attend(const Unit& unit, Scratch& s) {
   }
   for (int i = 0; i < rows * head_dim; ++i) unit.acc[i] = 0.0f;
 
-  const bool once = rows <= kPanel;  // a single panel uses each key and value once: no buffer pays
+  const bool direct = rows <= kDirectPanels * kPanel;
   for (int64_t first = unit.first_token; first < unit.last_token; first += kTile) {
     Tile tile{};
     tile.first = first;
@@ -1541,7 +1546,7 @@ static void attend(const Unit& unit, Scratch& s) {
         tile.factor *= source.key_scale;
       }
       tile.scales = s.scales;
-      if (once) {
+      if (direct) {
         tile.codes = codes;
       } else {
         dequantise_keys(codes, tile.scales, head_dim, s.keys);
@@ -1559,7 +1564,7 @@ static void attend(const Unit& unit, Scratch& s) {
       for (; t < kTile; ++t) s.norms[t] = 0.0f;
       tile.norms = s.norms;
       tile.levels = source.levels;
-      if (once) {
+      if (direct) {
         tile.packed = codes;
       } else {
         dequantise_values(CodeValues(codes, head_dim, source.levels), tile.tokens, head_dim, s.values);
