@@ -13,9 +13,8 @@
 //
 // Method: all rows that read one KV head (requests x query heads of the group) are stacked and walk over the tiles together.
 // A tile is dequantised to floats (once, if the rows are many), and a register-blocked multiply serves a panel of 6 or 12
-// rows at a time: scores = q K, online softmax (Milakov &
-// Gimelshein 2018), acc += p V. Channel-major keys make the vector lanes tokens, so there is neither a transpose nor a
-// horizontal sum. Token ranges are independent units of work, joined by (maximum, sum) as in split-KV attention
+// rows at a time: scores = q K, online softmax (Milakov & Gimelshein 2018), acc += p V. Channel-major keys make the vector
+// lanes tokens, so packed keys need neither a transpose nor a horizontal sum. Token ranges are independent units of work, joined by (maximum, sum) as in split-KV attention
 // (FlashDecoding, FlashInfer); the Hadamard rotation of the values is undone after that, once a row.
 
 #if !defined(POLYKV_KERNEL_PASS)
@@ -42,6 +41,7 @@ namespace {
 
 constexpr int kTile = 64;         // tokens
 constexpr int kMaxPanel = 12;     // rows that share one pass over a tile, at most
+constexpr int kMaxWidth = 16;     // floats in a vector, at most
 constexpr int kBlockRows = 96;    // rows of one unit: dequantising a tile costs 2 % of their arithmetic
 constexpr int kMaxHeadDim = 256;
 constexpr int kSumChannels = 64;  // products added up in one chain: a longer one rounds more
@@ -177,6 +177,7 @@ struct Scratch {
   float* scales;  // [D]
   float* p;       // [kMaxPanel][64], scores, then probabilities
   float* norms;   // [64], scales of the tile's values
+  float* sums;    // [kBlockRows][vector], each row's sum of probabilities, in as many parts as a vector has lanes
   float* row;     // [D]
   int64_t first[kBlockRows];  // tokens that a row sees: first <= t < last
   int64_t last[kBlockRows];
@@ -184,7 +185,9 @@ struct Scratch {
   bool reserve(int head_dim) {
     const size_t d = static_cast<size_t>(head_dim);
     const size_t tile = kTile * d;
-    if (!memory.reserve(2 * tile + kBlockRows * d + 2 * d + (kMaxPanel + 1) * kTile)) return false;
+    if (!memory.reserve(2 * tile + kBlockRows * d + 2 * d + (kMaxPanel + 1) * kTile + kBlockRows * kMaxWidth)) {
+      return false;
+    }
     keys = memory.data;
     values = keys + tile;
     query = values + tile;
@@ -192,6 +195,7 @@ struct Scratch {
     row = scales + d;
     p = row + d;
     norms = p + kMaxPanel * kTile;
+    sums = norms + kTile;
     return true;
   }
 };
@@ -1334,10 +1338,10 @@ static void add_values(const float* p, const float* correction, const Values& va
 
 // Scores of one row to probabilities relative to the new maximum. Returns the factor for what came before. norms, if there
 // are any, are multiplied into the probabilities once these have been summed: the scale of a value goes with its
-// probability. kWhole: the row sees all 64 tokens of the tile, which lets everything be unrolled.
+// probability. The sum is kept in kWidth parts, to be added up when the last tile is done. kWhole: the row sees all 64 tokens of the tile, which lets everything be unrolled.
 template <bool kWhole>
 POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, const float* norms, float* max_,
-                                   float* sum_) {
+                                   float* sums) {
   const int padded = kWhole ? kTile : (tokens + kWidth - 1) / kWidth * kWidth;
   if (!kWhole) {
     for (int t = 0; t < first; ++t) s[t] = -kInf;
@@ -1359,7 +1363,7 @@ POLYKV_INLINE float online_softmax(float* s, int first, int last, int tokens, co
     store(s + t, norms == nullptr ? p : mul(p, load(norms + t)));
   }
   const float correction = old_max == new_max ? 1.0f : power_of_two_of(old_max - base);
-  *sum_ = *sum_ * correction + sum_lanes(total);
+  store(sums, fma(load(sums), all(correction), total));
   *max_ = new_max;
   return correction;
 }
@@ -1478,7 +1482,7 @@ struct Tile {
 
 template <int MR>
 static void panel(const Tile& tile, const float* q, int head_dim, const int64_t* first, const int64_t* last, float* acc,
-                  float* max_, float* sum_, Scratch& s) {
+                  float* max_, float* sums, Scratch& s) {
   float* p = s.p;
   if (tile.codes == nullptr) {
     scores<MR>(q, FloatKeys{tile.keys}, head_dim, tile.tokens, tile.factor, p);
@@ -1493,8 +1497,8 @@ static void panel(const Tile& tile, const float* q, int head_dim, const int64_t*
     const int from = static_cast<int>(lo), to = static_cast<int>(hi);
     float* row = p + r * kTile;
     correction[r] = from == 0 && to == kTile
-                        ? online_softmax<true>(row, 0, kTile, kTile, tile.norms, max_ + r, sum_ + r)
-                        : online_softmax<false>(row, from, to, tile.tokens, tile.norms, max_ + r, sum_ + r);
+                        ? online_softmax<true>(row, 0, kTile, kTile, tile.norms, max_ + r, sums + r * kWidth)
+                        : online_softmax<false>(row, from, to, tile.tokens, tile.norms, max_ + r, sums + r * kWidth);
   }
   if (tile.packed == nullptr) {
     add_values<MR>(p, correction, FloatValues{tile.values, tile.value_stride}, tile.tokens, head_dim, acc);
@@ -1525,7 +1529,7 @@ static void attend(const Unit& unit, Scratch& s) {
     float* packed = s.query + r / kPanel * kPanel * head_dim + r % kPanel;
     for (int d = 0; d < head_dim; ++d) packed[d * panel_rows] = q[d];
     unit.max[r] = -kInf;
-    unit.sum[r] = 0.0f;
+    store(s.sums + r * kWidth, all(0.0f));
   }
   for (int i = 0; i < rows * head_dim; ++i) unit.acc[i] = 0.0f;
 
@@ -1590,7 +1594,7 @@ static void attend(const Unit& unit, Scratch& s) {
       switch (panel_rows) {
 #define POLYKV_PANEL(MR)                                                                                      \
   case MR:                                                                                                    \
-    panel<MR>(tile, q, head_dim, s.first + r, s.last + r, acc, unit.max + r, unit.sum + r, s);                \
+    panel<MR>(tile, q, head_dim, s.first + r, s.last + r, acc, unit.max + r, s.sums + r * kWidth, s);                \
     break;
         POLYKV_PANEL(1)
         POLYKV_PANEL(2)
@@ -1610,6 +1614,7 @@ static void attend(const Unit& unit, Scratch& s) {
       }
     }
   }
+  for (int r = 0; r < rows; ++r) unit.sum[r] = sum_lanes(load(s.sums + r * kWidth));
 }
 
 // ---- rotation
