@@ -113,13 +113,13 @@ def _problems(report: dict[str, Any]) -> list[str]:
     problems = []
     cpu = report["backends"].get("cpu", {"available": False, "reason": "there is no such backend"})
     if not cpu["available"]:
-        problems.append(
-            f"There are no compiled kernels for this CPU, so the slower torch reference is used: {cpu['reason']}"
-        )
+        problems.append(f"The compiled kernels for this CPU cannot be used: {cpu['reason']}")
+    problems += cpu.get("notes") or []
     # A forced backend serves one kind of device, and is of no use if no device of this machine is of that kind.
     here = [c for c in report["choices"] if c["device"] == "cpu" or torch.cuda.is_available()]
     if here and all("error" in choice for choice in here):
-        problems.append(f"No attention call can run: {here[0]['error']}. Unset POLYKV_KERNELS to let PolyKV choose.")
+        remedy = " Unset POLYKV_KERNELS to let PolyKV choose." if os.environ.get("POLYKV_KERNELS") else ""
+        problems.append(f"No attention call can run: {here[0]['error']}.{remedy}")
     return problems
 
 

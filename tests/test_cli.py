@@ -91,7 +91,7 @@ def test_without_compiled_kernels(machine: pytest.MonkeyPatch, capsys: pytest.Ca
     status, report = doctor(capsys)
     assert status == 1
     (problem,) = report["problems"]
-    assert "no compiled kernels for this CPU" in problem
+    assert "compiled kernels for this CPU cannot be used" in problem
     assert "install g++" in problem
 
 

@@ -7,6 +7,16 @@ stored forms, :mod:`polykv_kernels.ops` holds the public operations, and
 """
 
 from polykv_kernels.config import config_report, show_config
+from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
-__all__ = ["TILE_SIZE", "DenseKV", "EncodedKV", "Int8Keys", "LloydMax3Values", "config_report", "show_config"]
+__all__ = [
+    "TILE_SIZE",
+    "BackendError",
+    "DenseKV",
+    "EncodedKV",
+    "Int8Keys",
+    "LloydMax3Values",
+    "config_report",
+    "show_config",
+]

@@ -131,7 +131,9 @@ def _backend(name: str) -> dict[str, Any]:
         if describe is not None:
             found = {key: _plain(value) for key, value in describe().items()}
     except Exception as error:
-        reason = reason or f"it is broken: {_first_line(error)}"
+        reason = reason or (
+            str(error) if isinstance(error, ops.BackendError) else f"it is broken: {_first_line(error)}"
+        )
     return {**found, "available": reason is None, "reason": reason}
 
 
@@ -148,7 +150,7 @@ def _choice(device: str, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     except ops.BackendError as error:
         return {**call, "error": str(error)}
     except Exception as error:
-        return {**call, "error": f"the choice is broken: {_first_line(error)}"}
+        return {**call, "error": str(error) if isinstance(error, ops.BackendError) else f"broken: {_first_line(error)}"}
     return {**call, "backend": choice.name, "reason": choice.reason, "forced": choice.forced}
 
 

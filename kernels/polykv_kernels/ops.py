@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from polykv_kernels import cpu, reference, triton
+from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
 
 __all__ = [
@@ -44,10 +45,6 @@ BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu, "triton": triton
 
 _ENVIRONMENT = "POLYKV_KERNELS"
 _forced: list[str] = []  # the innermost use_backend() last
-
-
-class BackendError(RuntimeError):
-    """A backend was forced that does not exist, is not usable here, or does not do what is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +130,32 @@ def _problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
     if name == "reference":
         return None
     module = BACKENDS[name]
-    # cheap checks first: what a backend does not take must not make it compile itself
-    problem: str | None = module.supports(dtype, head_dim, encode=encode) or module.unavailable_reason(device)
+    if name == "cpu" and device.type == "cpu":  # what it does not take must not make it compile itself
+        problem: str | None = module.supports(dtype, head_dim, encode=encode) or module.unavailable_reason(device)
+    else:
+        problem = module.unavailable_reason(device) or module.supports(dtype, head_dim, encode=encode)
     return problem
 
 
 def _backend(head_dim: int, *inputs: Tensor, encode: bool = False) -> Any:
     """The backend for some inputs, the first of which has the dtype that counts."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return reference  # compiled kernels know no gradients, and would cut them off without a word
+        # compiled kernels know no gradients, and would cut them off without a word
+        forced = _forced_backend()
+        if forced is not None and forced[0] != "reference":
+            raise BackendError(
+                f"{forced[1]} forces the backend {forced[0]!r}, which has no gradients, and an input requires them; "
+                "compute under torch.no_grad(), or use the reference"
+            )
+        return reference
     return choose_backend(inputs[0].device, inputs[0].dtype, head_dim, encode=encode).module
 
 
 def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
     if not q.is_floating_point():
         raise TypeError(f"q must be floating point, got {q.dtype}")
+    if q.shape[1] == 0 or num_kv_heads == 0:
+        raise ValueError(f"there must be heads, got {q.shape[1]} query heads and {num_kv_heads} KV heads")
     if q.shape[-1] != head_dim:
         raise ValueError(f"q has head_dim {q.shape[-1]}, the keys have {head_dim}")
     if q.shape[1] % num_kv_heads:
@@ -160,6 +168,8 @@ def _check_device(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
 
 
 def _check_window(window: int | None) -> None:
+    if window is not None and not isinstance(window, int):
+        raise TypeError(f"a window is a number of tokens, an int, or None; got {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"a window must hold at least one token, the query's own, got {window}; None means no window")
 
@@ -207,7 +217,10 @@ def shared_attention(
         if q_positions.is_floating_point():
             raise TypeError(f"q_positions must be integers, got {q_positions.dtype}")
         _check_device(q, "q", q_positions, "q_positions")
-    return _backend(segment.head_dim, q).shared_attention(q, segment, scale, q_positions=q_positions, window=window)
+    exact = () if segment.exact is None else (segment.exact.keys, segment.exact.values)
+    return _backend(segment.head_dim, q, *exact).shared_attention(
+        q, segment, scale, q_positions=q_positions, window=window
+    )
 
 
 def masked_attention(
@@ -269,6 +282,7 @@ def ragged_attention(
         TypeError: q is not floating point, or a tail's keys and values are not of one floating-point dtype.
         BackendError: a forced backend cannot do this.
     """
+    row_counts = [int(count) for count in row_counts]
     if q.ndim != 3 or q.shape[0] != sum(row_counts) or not len(keys) == len(values) == len(row_counts):
         raise ValueError(
             f"q has {q.shape[0]} rows for row_counts {list(row_counts)}, {len(keys)} keys, {len(values)} values"
@@ -310,8 +324,11 @@ def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     """
     if not states:
         raise ValueError("merge_attention_states needs at least one (out, lse) pair")
-    for out, lse in states:
-        if out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
+    for state in states:
+        if not (isinstance(state, tuple) and len(state) == 2 and all(isinstance(x, Tensor) for x in state)):
+            raise TypeError("merge_attention_states takes (out, lse) pairs of tensors, each an argument of its own")
+        out, lse = state
+        if out.ndim == 0 or out.shape != states[0][0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(f"states do not fit: out {tuple(out.shape)}, lse {tuple(lse.shape)}")
         if not out.is_floating_point() or not lse.is_floating_point():
             raise TypeError(f"states must be floating point, got out {out.dtype} and lse {lse.dtype}")
@@ -362,6 +379,8 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
 def _check_encodable(x: Tensor, name: str) -> None:
     if x.ndim != 3 or 0 in x.shape:
         raise ValueError(f"{name} must be [Hkv, T, D] and not empty, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
     if not torch.isfinite(x).all():
         raise ValueError(f"{name} hold NaN or infinite numbers: the model's forward pass is broken; nothing was stored")
 

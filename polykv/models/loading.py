@@ -65,7 +65,7 @@ CONVERSION_VERSION = 1
 def cache_dir() -> Path:
     """Folder of converted models: ``$POLYKV_CACHE_DIR`` or the user's cache folder."""
     override = os.environ.get("POLYKV_CACHE_DIR")
-    return Path(override) if override else user_cache_path("polykv")
+    return Path(override).expanduser() if override else user_cache_path("polykv")
 
 
 def _packaged_file(alias: str) -> Path:

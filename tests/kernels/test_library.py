@@ -52,6 +52,10 @@ exec g++ "$@"
 """
 
 
+# What a person is told who has not set up logging.
+EXPECTED = ("compiling PolyKV's CPU kernels with ", "the cache folder cannot be used (")
+
+
 class Machine:
     """A package, a compiler, a cache folder and an environment."""
 
@@ -114,7 +118,7 @@ class Machine:
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert not err
+    assert [line for line in err.splitlines() if not line.startswith(EXPECTED)] == []
     return json.loads(out)
 
 
@@ -306,7 +310,7 @@ def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, f
     found = machine.load()
     assert found["origin"] == "compiled"
     assert str(path) in found["notes"][0]
-    reason = machine.load(CXX="/nowhere/g++")["unavailable"]
+    reason = machine.load(CXX="/nowhere/g++", POLYKV_CACHE_DIR=str(machine.folder / "empty"))["unavailable"]
     assert "CXX is '/nowhere/g++'" in reason
     assert found["notes"][0] in reason
     if fault == "other-abi":
@@ -368,3 +372,27 @@ def test_the_command_serves_every_machine_and_keeps_nan() -> None:
     assert command[0] == "c++"
     assert command[-4:] == ["-Dlast", "in.cpp", "-o", "out.so"]
     assert not [flag for flag in command if flag.startswith("-m") or "fast-math" in flag or "finite" in flag]
+
+
+def test_a_library_is_found_again_when_its_compiler_is_gone(machine: Machine) -> None:
+    first = machine.load()
+    for environment in ({"CXX": str(machine.folder / "gone")}, {"CXX": "", "PATH": ""}):
+        assert machine.load(**environment) == first
+    assert len(machine.runs) == 1
+    machine.source(SOURCE % 1 + "// changed")
+    assert "unavailable" in machine.load(CXX="", PATH="")
+
+
+@pytest.mark.parametrize("left", [0, 1, 63, 64, 1000, -1])
+def test_a_truncated_library_is_refused_and_does_not_kill_the_process(machine: Machine, left: int) -> None:
+    """The dynamic linker maps a file without looking at its size, and the process would die of a bus error."""
+    path = machine.library(machine.folder / "own.so")
+    content = path.read_bytes()
+    path.write_bytes(content[:left])
+    found = machine.load(POLYKV_CPU_LIBRARY=str(path))
+    assert str(path) in found["unavailable"]
+
+
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(machine: Machine) -> None:
+    found = machine.load(POLYKV_CACHE_DIR="~/elsewhere")
+    assert Path(found["path"]).is_relative_to(machine.folder / "elsewhere")

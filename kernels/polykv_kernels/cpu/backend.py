@@ -22,6 +22,7 @@ from torch import Tensor
 
 from polykv_kernels import reference
 from polykv_kernels.cpu.library import LibraryUnavailable, load
+from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
 
 MAX_HEAD_DIM = 256
@@ -91,6 +92,7 @@ def _library() -> ctypes.CDLL:
 
     Raises:
         LibraryUnavailable: there is none here.
+        BackendError: ``POLYKV_CPU_ISA`` names an instruction set that this processor does not have.
     """
     global _ready
     if _ready is None:
@@ -119,7 +121,9 @@ def _isas(cdll: ctypes.CDLL) -> list[str]:
 
 def _select(cdll: ctypes.CDLL, name: str, origin: str) -> None:
     if cdll.polykv_cpu_select_isa(name.encode()):
-        raise ValueError(f"{origin}={name!r}: this processor has {', '.join(_isas(cdll))}; choose one of these")
+        raise BackendError(
+            f"{origin} names the instruction set {name!r}; this processor has {', '.join(_isas(cdll))}: choose one of these"
+        )
 
 
 @contextmanager
@@ -127,7 +131,7 @@ def use_isa(name: str) -> Iterator[None]:
     """Computes with another instruction set that this processor has; process-wide, for tests and benchmarks.
 
     Raises:
-        ValueError: the processor does not have it.
+        BackendError: the processor does not have it.
     """
     cdll = _library()
     before = cdll.polykv_cpu_isa().decode()
@@ -242,7 +246,13 @@ def _packed(keys: Int8Keys, values: LloydMax3Values, head_dim: int) -> _Packed:
 def _readable(x: Tensor) -> Tensor:
     """Dense keys or values as the kernels read them: any of three dtypes, the last axis contiguous."""
     x = x if x.dtype in _DTYPES else x.float()
+    x = x.resolve_neg() if x.is_neg() else x  # torch may hold a sign apart from the memory
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _floats(x: Tensor) -> Tensor:
+    """Contiguous float32."""
+    return x.float().resolve_neg().contiguous()
 
 
 def shared_attention(
@@ -260,7 +270,7 @@ def shared_attention(
     rounding only.
     """
     rows, num_heads, head_dim = q.shape
-    query = q.float().contiguous()
+    query = _floats(q)
     out = torch.empty_like(query)
     lse = query.new_empty((rows, num_heads))
     first_visible = None
@@ -308,7 +318,7 @@ def ragged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`polykv_kernels.ops.ragged_attention`; ``splits`` as for :func:`shared_attention`."""
     rows, num_heads, head_dim = q.shape
-    query = q.float().contiguous()
+    query = _floats(q)
     out = torch.empty_like(query)
     lse = query.new_empty((rows, num_heads))
     if not row_counts:
@@ -341,8 +351,8 @@ def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Ten
         return states[0]
     first = states[0][0]
     head_dim = first.shape[-1]
-    outs = [out.float().contiguous() for out, _ in states]
-    lses = [lse.float().contiguous() for _, lse in states]
+    outs = [_floats(out) for out, _ in states]
+    lses = [_floats(lse) for _, lse in states]
     merged, total = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     addresses = c_void_p * len(states)
     _check(

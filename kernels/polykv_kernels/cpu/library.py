@@ -20,6 +20,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import sys
 import tempfile
 import threading
@@ -158,6 +159,7 @@ def _open(path: Path) -> ctypes.CDLL:
     if not path.is_file():
         raise _UnloadableError(f"there is no file {path}")
     try:
+        _check_whole(path)
         cdll = ctypes.CDLL(str(path))
     except OSError as error:
         raise _UnloadableError(str(error)) from error
@@ -172,24 +174,39 @@ def _open(path: Path) -> ctypes.CDLL:
     return cdll
 
 
+def _check_whole(path: Path) -> None:
+    """Refuses a truncated ELF file: the dynamic linker maps it, and the process dies when it reads past the end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] != b"\x7fELF\x02":  # not a 64-bit ELF file: the linker says what it thinks of it
+        return
+    if len(header) < 64:
+        raise _UnloadableError("it is truncated")
+    (sections,) = struct.unpack_from("<Q", header, 40)  # e_shoff, e_shentsize, e_shnum: the table is the file's end
+    entry, count = struct.unpack_from("<HH", header, 58)
+    if sections + entry * count > size:
+        raise _UnloadableError("it is truncated")
+
+
 def _compiled(notes: list[str]) -> Library:
     build = _build()
-    try:
-        compiler = build.find_compiler()
-    except build.CompilerNotFoundError as error:
-        raise LibraryUnavailable(f"{error}; for the fast path, {_REMEDY}") from error
     try:
         source = build.SOURCE.read_bytes()
     except OSError as error:
         raise LibraryUnavailable(
             f"the source of the CPU kernels cannot be read ({error}); reinstall polykv-agents"
         ) from error
-
     system = (platform.machine(), *platform.libc_ver())  # a home folder may be shared by several
-    parts = (source.decode(errors="replace"), *compiler, build.compiler_version(compiler), *build.FLAGS, *system)
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    key = _short_digest(source.decode(errors="replace"), *build.FLAGS, *system)
     try:
-        folder = _private_folder(key)
+        compiler = build.find_compiler()
+    except build.CompilerNotFoundError as error:
+        if (found := _compiled_earlier(key)) is not None:
+            return Library(*found, "compiled", tuple(notes))
+        raise LibraryUnavailable(f"{error}; for the fast path, {_REMEDY}") from error
+    try:
+        folder = _private_folder(f"{key}-{_short_digest(*compiler, build.compiler_version(compiler))}")
         return _from_cache(folder, compiler, notes)
     except Timeout as error:
         raise LibraryUnavailable(
@@ -201,23 +218,48 @@ def _compiled(notes: list[str]) -> Library:
     # filelock raises NotImplementedError, and platformdirs RuntimeError (its base class), where a system lacks something
     except (OSError, RuntimeError, _UnloadableError) as error:
         notes.append(f"the cache folder cannot be used ({error}), so each process compiles the CPU kernels anew")
-        logger.info("%s", notes[-1])
+        logger.warning("%s; set POLYKV_CACHE_DIR to a folder of your own", notes[-1])
     return _from_temporary_folder(compiler, notes)
 
 
-def _private_folder(key: str) -> Path:
-    """The folder of one library, which nobody but this user can write to: what lies there is run."""
+def _short_digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cache_root() -> Path:
     override = os.environ.get("POLYKV_CACHE_DIR")
-    root = Path(override).absolute() if override else user_cache_path("polykv")
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root
-    for name in ("kernels", key):
-        folder = folder / name
+    return Path(override).expanduser().absolute() if override else user_cache_path("polykv")
+
+
+def _check_private(folder: Path) -> None:
+    """Refuses a folder that anybody but this user can write to: what lies there is run."""
+    stat = folder.stat()
+    if stat.st_uid not in (os.geteuid(), 0) or stat.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to, or can be written by, another user")
+
+
+def _private_folder(name: str) -> Path:
+    folder = _cache_root()
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("kernels", name):
+        folder = folder / part
         folder.mkdir(mode=0o700, exist_ok=True)
-        stat = folder.stat()
-        if stat.st_uid not in (os.geteuid(), 0) or stat.st_mode & 0o022:
-            raise PermissionError(f"{folder} belongs to, or can be written by, another user")
+        _check_private(folder)
     return folder
+
+
+def _compiled_earlier(key: str) -> tuple[ctypes.CDLL, Path] | None:
+    """A library of the same source that a compiler made which is no longer to be found."""
+    try:
+        parent = _cache_root() / "kernels"
+        _check_private(parent)
+        for folder in sorted(parent.glob(f"{key}-*")):
+            _check_private(folder)
+            if (found := _intact(folder)) is not None:
+                return found
+    except (OSError, RuntimeError):  # no such folder, or none to trust
+        return None
+    return None
 
 
 def _from_cache(folder: Path, compiler: tuple[str, ...], notes: list[str]) -> Library:
@@ -226,7 +268,8 @@ def _from_cache(folder: Path, compiler: tuple[str, ...], notes: list[str]) -> Li
         with FileLock(folder / "build.lock", timeout=LOCK_TIMEOUT):
             found = _intact(folder)  # another process may have made it meanwhile
             if found is None:
-                logger.info("compiling the CPU kernels with %s into %s (once)", compiler[0], folder)
+                # a warning, so that it is seen without any set-up of logging: nothing else happens for some seconds
+                logger.warning("compiling PolyKV's CPU kernels with %s, once: some seconds", compiler[0])
                 found = _build_into(folder, compiler)
     return Library(*found, "compiled", tuple(notes))
 
