@@ -17,7 +17,8 @@ BENCH ?= benchmarks/shared_context.py
 TRITON ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' -)),1,0)
 
 # Worker threads that wait for work spin for some microseconds and then sleep. The default is to spin for long, which makes
-# a run several times slower where other programs want the cores; sleeping at once costs a decode step up to half its speed.
+# a run several times slower where other programs want the cores; sleeping at once costs a decode step about a fifth of its
+# speed on an idle machine.
 export GOMP_SPINCOUNT ?= 20000
 
 VENV := .venv

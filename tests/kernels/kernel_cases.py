@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polykv.codecs import get_codec
 from polykv_kernels import EncodedKV, cpu, ops
-from polykv_kernels.cpu.library import LibraryUnavailable
+from polykv_kernels.cpu.loader import LibraryUnavailable
 
 FULL = os.environ.get("POLYKV_TEST_FULL") == "1"
 INF = math.inf

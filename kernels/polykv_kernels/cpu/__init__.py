@@ -1,6 +1,6 @@
 """Kernels in C++ for the CPU, called through ctypes, which releases the GIL for the call.
 
-``polykv_cpu.cpp`` is the library, ``library.py`` finds or compiles it, ``build.py`` holds the compiler call, and
+``polykv_cpu.cpp`` is the library, ``loader.py`` finds or compiles it, ``build.py`` holds the compiler call, and
 ``backend.py`` the functions with the signatures of :mod:`polykv_kernels.reference`.
 """
 

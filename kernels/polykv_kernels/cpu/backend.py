@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polykv_kernels import reference
-from polykv_kernels.cpu.library import LibraryUnavailable, load
+from polykv_kernels.cpu.loader import LibraryUnavailable, load
 from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
 
@@ -279,10 +279,8 @@ def shared_attention(
         first_visible = (q_positions.long() - (window - 1 + encoded.start)).contiguous()
     exact = packed = None
     if encoded.exact is not None:
-        keys, values = (
-            _readable(encoded.exact.keys),
-            _readable(encoded.exact.values),
-        )  # bound to names: they must outlive the call
+        # bound to names: they must outlive the call
+        keys, values = _readable(encoded.exact.keys), _readable(encoded.exact.values)
         exact = byref(_dense(keys, values))
     if encoded.keys is not None and encoded.values is not None:
         packed = byref(_packed(encoded.keys, encoded.values, head_dim))

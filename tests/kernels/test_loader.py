@@ -32,13 +32,13 @@ EXPORT const char* polykv_cpu_isa() { return "stub"; }
 """
 LOAD = """
 import json
-from polykv_kernels.cpu import build, library
+from polykv_kernels.cpu import build, loader
 {before}
 try:
-    found = library.load()
-    assert library.load() is found
+    found = loader.load()
+    assert loader.load() is found
     result = dict(origin=found.origin, path=str(found.path), notes=found.notes, isa=found.cdll.polykv_cpu_isa().decode())
-except library.LibraryUnavailable as error:
+except loader.LibraryUnavailable as error:
     result = dict(unavailable=str(error))
 {after}
 print(json.dumps(result))
@@ -65,7 +65,7 @@ class Machine:
         self.cpu.mkdir(parents=True)
         for package in (self.cpu, self.cpu.parent):
             (package / "__init__.py").touch()
-        for name in ("build.py", "library.py"):
+        for name in ("build.py", "loader.py"):
             shutil.copy(build.SOURCE.with_name(name), self.cpu)
         self.source(SOURCE % 1)
         (folder / "tmp").mkdir()
@@ -84,7 +84,7 @@ class Machine:
     def source(self, text: str) -> None:
         (self.cpu / "polykv_cpu.cpp").write_text(text)
 
-    def library(self, path: Path, abi: int = 1) -> Path:
+    def make_library(self, path: Path, abi: int = 1) -> Path:
         source = self.folder / "other.cpp"
         source.write_text(SOURCE % abi)
         return build.build_library(path, source=source, compiler=["g++"])
@@ -169,7 +169,7 @@ def test_threads_share_one_library(machine: Machine) -> None:
     before = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(8) as pool:
-    assert len(set(map(id, pool.map(lambda _: library.load(), range(8))))) == 1
+    assert len(set(map(id, pool.map(lambda _: loader.load(), range(8))))) == 1
 """
     assert machine.load(before=before, POLYKV_CACHE_DIR=str(machine.folder / "compiler"))["origin"] == "compiled"
     assert len(machine.runs) == 1
@@ -178,13 +178,13 @@ with ThreadPoolExecutor(8) as pool:
 def test_a_process_forked_while_a_thread_loads_can_load(machine: Machine) -> None:
     before = """
 import os, signal
-library._outcome_lock.acquire()  # as the thread that loads does
+loader._outcome_lock.acquire()  # as the thread that loads does
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    os._exit(0 if library.load() else 1)
+    os._exit(0 if loader.load() else 1)
 assert os.waitpid(child, 0)[1] == 0
-library._outcome_lock.release()
+loader._outcome_lock.release()
 """
     assert machine.load(before=before)["origin"] == "compiled"
 
@@ -193,7 +193,7 @@ def test_who_waits_for_a_process_that_is_killed_takes_over(machine: Machine) -> 
     (machine.folder / "hang").touch()
     killed = machine.start()
     wait_until(lambda: (machine.folder / "hung").exists())
-    impatient = machine.load(before="library.LOCK_TIMEOUT = 0.2")
+    impatient = machine.load(before="loader.LOCK_TIMEOUT = 0.2")
     assert "another process has been compiling" in impatient["unavailable"]
     waiting = machine.start()
     time.sleep(0.5)
@@ -224,7 +224,7 @@ def test_a_damaged_library_is_compiled_again(machine: Machine, damage: str) -> N
     path = machine.cached()
     whole = path.read_bytes()
     if damage == "other-abi":
-        machine.library(path, abi=7)
+        machine.make_library(path, abi=7)
     else:
         path.write_bytes({"empty": b"", "truncated": whole[: len(whole) // 2]}.get(damage, b"no library"))
     if damage in ("text-named-by-its-digest", "other-abi"):
@@ -254,9 +254,7 @@ def test_without_a_compiler_the_reason_says_what_to_install(machine: Machine) ->
 
 def test_a_compiler_that_fails_is_quoted_and_not_asked_twice(machine: Machine) -> None:
     machine.source("void f() {}\n#error no luck today\n")
-    after = (
-        "try: library.load()\nexcept library.LibraryUnavailable as error: assert str(error) == result['unavailable']"
-    )
+    after = "try: loader.load()\nexcept loader.LibraryUnavailable as error: assert str(error) == result['unavailable']"
     reason = machine.load(after=after)["unavailable"]
     assert "do not compile" in reason
     assert "error: #error no luck today" in reason
@@ -282,14 +280,14 @@ def test_a_cache_folder_that_will_not_do_is_passed_over(machine: Machine, cause:
 
 def test_with_no_folder_to_write_to_there_is_a_reason(machine: Machine) -> None:
     (machine.folder / "cache").touch()
-    before = "def refuse(**_): raise PermissionError('read-only')\nlibrary.tempfile.mkdtemp = refuse"
+    before = "def refuse(**_): raise PermissionError('read-only')\nloader.tempfile.mkdtemp = refuse"
     reason = machine.load(before=before)["unavailable"]
     assert "neither into the cache folder nor into a temporary one (read-only)" in reason
     assert "POLYKV_CACHE_DIR" in reason
 
 
 def test_a_prebuilt_library_needs_no_compiler(machine: Machine) -> None:
-    path = machine.library(machine.cpu / build.PREBUILT_NAME)
+    path = machine.make_library(machine.cpu / build.PREBUILT_NAME)
     found = machine.load(CXX="/nowhere/g++")
     assert (found["origin"], found["path"], found["notes"]) == ("prebuilt", str(path), [])
 
@@ -298,9 +296,9 @@ def test_a_prebuilt_library_needs_no_compiler(machine: Machine) -> None:
 def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, fault: str) -> None:
     path = machine.cpu / build.PREBUILT_NAME
     if fault == "other-abi":
-        machine.library(path, abi=2)
+        machine.make_library(path, abi=2)
     elif fault == "another-machine":
-        content = bytearray(machine.library(path).read_bytes())
+        content = bytearray(machine.make_library(path).read_bytes())
         content[18:20] = b"\xf3\x00"  # e_machine of ELF: RISC-V
         path.write_bytes(content)
     else:
@@ -332,18 +330,18 @@ def test_a_library_given_by_hand_is_used_or_refused(machine: Machine, kind: str)
     if kind == "text":
         path.write_text("no library")
     elif kind == "other-abi":
-        machine.library(path, abi=3)
+        machine.make_library(path, abi=3)
     reason = machine.load(POLYKV_CPU_LIBRARY=str(path))["unavailable"]
     assert f"POLYKV_CPU_LIBRARY is '{path}', which cannot be used" in reason
     assert machine.runs == []
-    machine.library(path)
+    machine.make_library(path)
     found = machine.load(POLYKV_CPU_LIBRARY=str(path))
     assert (found["origin"], found["path"]) == ("POLYKV_CPU_LIBRARY", str(path))
     assert machine.runs == []
 
 
 def test_windows_is_told_what_runs_there(machine: Machine) -> None:
-    before = "library.sys.platform = 'win32'; library.platform.system = lambda: 'Windows'"
+    before = "loader.sys.platform = 'win32'; loader.platform.system = lambda: 'Windows'"
     reason = machine.load(before=before)["unavailable"]
     assert "no compiled CPU kernels for Windows" in reason
     assert "torch reference" in reason
@@ -355,7 +353,7 @@ def test_the_build_runs_as_a_program(machine: Machine) -> None:
         command = [sys.executable, "-W", "error", "-m", "polykv_kernels.cpu.build", *arguments]
         return subprocess.run(command, env=machine.environment, capture_output=True, text=True, timeout=60)
 
-    (machine.cpu / "__init__.py").write_text("from polykv_kernels.cpu import library\n")
+    (machine.cpu / "__init__.py").write_text("from polykv_kernels.cpu import loader\n")
     output = machine.folder / "new" / "kernels.so"
     done = run("--output", str(output))
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(output), "")
@@ -386,7 +384,7 @@ def test_a_library_is_found_again_when_its_compiler_is_gone(machine: Machine) ->
 @pytest.mark.parametrize("left", [0, 1, 63, 64, 1000, -1])
 def test_a_truncated_library_is_refused_and_does_not_kill_the_process(machine: Machine, left: int) -> None:
     """The dynamic linker maps a file without looking at its size, and the process would die of a bus error."""
-    path = machine.library(machine.folder / "own.so")
+    path = machine.make_library(machine.folder / "own.so")
     content = path.read_bytes()
     path.write_bytes(content[:left])
     found = machine.load(POLYKV_CPU_LIBRARY=str(path))
