@@ -349,7 +349,9 @@ def encode_keys_int8(keys: Tensor, *, per_tensor: bool = False) -> Int8Keys:
         The packed keys.
 
     Raises:
-        ValueError: the shape does not fit, or a key is NaN or infinite.
+        ValueError: the shape does not fit, or a key is NaN, infinite or too large for a float16 step.
+        TypeError: the keys are not floating point.
+        BackendError: a forced backend cannot do this.
     """
     _check_encodable(keys, "keys")
     return _backend(keys.shape[-1], keys, encode=True).encode_keys_int8(keys, per_tensor=per_tensor)
@@ -368,6 +370,8 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
 
     Raises:
         ValueError: D is no multiple of 16, a value is NaN or infinite, or too long for a float16 scale.
+        TypeError: the values are not floating point.
+        BackendError: a forced backend cannot do this.
     """
     _check_encodable(values, "values")
     reference.hadamard_block(values.shape[-1])
@@ -395,6 +399,7 @@ def store_exact(keys: Tensor, values: Tensor, start: int) -> EncodedKV:
 
     Raises:
         ValueError: the shape does not fit, or an element is NaN or infinite.
+        TypeError: keys or values are not floating point.
     """
     exact = exact_tokens(keys, values)
     return EncodedKV(start, keys.shape[1], keys.shape[0], keys.shape[2], keys.dtype, exact, None, None)
