@@ -30,7 +30,7 @@ from transformers import DynamicCache, StaticCache
 from polykv import SharedKVPool, load_model
 from polykv.engine.request import Request, RequestHandle
 from polykv.engine.runner import ModelRunner
-from polykv.engine.scheduler import Sequence, Work
+from polykv.engine.scheduler import Batch, Sequence, Work
 from polykv.evaluation import compare_codec, live_tensor_bytes
 
 DOCUMENT = Path(__file__).parents[1] / "examples" / "data" / "dashwood_inheritance.txt"
@@ -50,29 +50,35 @@ class Row:
 Step = Callable[[], None]
 
 
+def run(runner: ModelRunner, work: list[Work]) -> None:
+    for part in work:
+        part.sequence.tail.reserve(part.sequence.tail.length + part.rows)
+    runner.forward(Batch(work))
+
+
 def ours(model: Any, tokenizer: Any, pool: SharedKVPool, agents: int) -> Step:
     """Agents whose prompt has been prefilled; each call decodes one token of each."""
     question = tokenizer.encode(QUESTION)
     prompt = (*pool.segment.token_ids.tolist(), *question)
-    runner, layers = ModelRunner(model), model.config.num_hidden_layers
+    runner = ModelRunner(model)
     sequences = [
         Sequence(
             RequestHandle(Request(prompt, pool.segment)),
             pool.lease(pool.segment),
-            layers,
+            model,
             tokenizer,
             frozenset(),
         )
         for _ in range(agents)
     ]
-    runner.forward([Work(s, len(s.pending)) for s in sequences])
+    run(runner, [Work(s, len(s.pending)) for s in sequences])
     for sequence in sequences:
         sequence.advance(len(question))
 
     def step() -> None:
         for sequence in sequences:
             sequence.pending = [question[0]]
-        runner.forward([Work(s, 1) for s in sequences])
+        run(runner, [Work(s, 1) for s in sequences])
         for sequence in sequences:
             sequence.advance(1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ContextReleasedError",
     "EngineClosedError",
+    "EngineOverloaded",
     "IncompatiblePoolError",
     "InvalidRequestError",
     "ModelNotFoundError",
@@ -12,6 +13,7 @@ __all__ = [
     "PolyKVError",
     "PromptTooLongError",
     "RequestCancelledError",
+    "RequestTimeoutError",
     "UnknownCodecError",
     "UnsupportedModelError",
 ]
@@ -55,6 +57,14 @@ class NonFiniteLogitsError(PolyKVError, ArithmeticError):
 
 class EngineClosedError(PolyKVError, RuntimeError):
     """The engine has been closed, has died, or belongs to the parent process."""
+
+
+class EngineOverloaded(PolyKVError, RuntimeError):
+    """The engine's queue is full; nothing was queued. Ask again later, or with fewer calls at once."""
+
+
+class RequestTimeoutError(PolyKVError, TimeoutError):
+    """The request's own timeout is over. It has been dropped."""
 
 
 class RequestCancelledError(PolyKVError):

@@ -9,6 +9,7 @@ stored forms, :mod:`polykv_kernels.ops` holds the public operations, and
 from polykv_kernels.config import config_report, show_config
 from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.tails import LayeredKV, RaggedBatch
 
 __all__ = [
     "TILE_SIZE",
@@ -16,7 +17,9 @@ __all__ = [
     "DenseKV",
     "EncodedKV",
     "Int8Keys",
+    "LayeredKV",
     "LloydMax3Values",
+    "RaggedBatch",
     "config_report",
     "show_config",
 ]

@@ -22,11 +22,13 @@ from torch import Tensor
 from polykv_kernels import cpu, reference, triton
 from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.tails import RaggedBatch
 
 __all__ = [
     "BACKENDS",
     "BackendError",
     "Choice",
+    "append_to_tails",
     "choose_backend",
     "decode",
     "encode_keys_int8",
@@ -37,6 +39,7 @@ __all__ = [
     "ragged_attention",
     "shared_attention",
     "store_exact",
+    "tail_attention",
     "use_backend",
 ]
 
@@ -303,6 +306,67 @@ def ragged_attention(
         _check_device(q, "q", v, "a tail's values")
         _check_query(q, k.shape[0], k.shape[2])
     return _backend(q.shape[-1], q, *keys, *values).ragged_attention(q, keys, values, row_counts, scale, window=window)
+
+
+def append_to_tails(batch: RaggedBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Writes a step's new keys and values to the ends of the requests' tails, in one layer.
+
+    Args:
+        batch: the step's tails.
+        layer: which layer.
+        keys: ``[rows, Hkv, D]`` after RoPE, the requests' rows one after another.
+        values: ``[rows, Hkv, D]``.
+
+    Raises:
+        ValueError: shape, dtype or device are not those of the tails.
+    """
+    held = batch.tails[0].keys[0]
+    expected = (batch.num_rows, held.shape[0], held.shape[2])
+    for name, x in (("keys", keys), ("values", values)):
+        if x.shape != expected or x.dtype != held.dtype or x.device != held.device:
+            raise ValueError(
+                f"{name} must be {list(expected)} {held.dtype} on {held.device} like the tails, got {list(x.shape)} "
+                f"{x.dtype} on {x.device}"
+            )
+    backend = _backend(held.shape[2], held)
+    if hasattr(backend, "append_to_tails"):
+        backend.append_to_tails(batch, layer, keys, values)
+    else:
+        batch.write(layer, keys, values)
+
+
+def tail_attention(
+    q: Tensor, batch: RaggedBatch, layer: int, scale: float, *, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As :func:`ragged_attention`, over the tails of a step that is planned once for all layers.
+
+    Args:
+        q: ``[rows, Hq, D]`` after RoPE, the requests' rows one after another.
+        batch: the step's tails, this layer's new keys and values in them already (:func:`append_to_tails`).
+        layer: which layer.
+        scale: factor on the logits.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        ``out`` ``[rows, Hq, D]`` in q's dtype and ``lse`` ``[rows, Hq]`` float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: shapes or devices do not fit, or a window is empty.
+        TypeError: q is not floating point.
+        BackendError: a forced backend cannot do this.
+    """
+    held = batch.tails[0].keys[0]
+    if q.ndim != 3 or q.shape[0] != batch.num_rows:
+        raise ValueError(f"q must be [{batch.num_rows}, Hq, D], the rows of the batch, got {list(q.shape)}")
+    _check_query(q, held.shape[0], held.shape[2])
+    _check_device(q, "q", held, "the tails")
+    _check_window(window)
+    backend = _backend(held.shape[2], q, held)
+    if hasattr(backend, "tail_attention"):
+        result: tuple[Tensor, Tensor] = backend.tail_attention(q, batch, layer, scale, window=window)
+        return result
+    keys, values = batch.held(layer)
+    return backend.ragged_attention(q, keys, values, list(batch.row_counts), scale, window=window)
 
 
 def merge_attention_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """One thread owns the model; every running request takes part in one forward a step."""
 
-from polykv.engine.engine import Engine, EngineStats
+from polykv.engine.engine import Engine, EngineStats, StepReport
 from polykv.engine.request import Completion, Request, RequestHandle, SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineStats", "Request", "RequestHandle", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineStats", "Request", "RequestHandle", "SamplingParams", "StepReport"]

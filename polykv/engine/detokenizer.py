@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+WINDOW = 16
+"""Tokens that are decoded together; more only while a character or a run of byte tokens is unfinished."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"
 
 
 def decode_ids(tokenizer: Any, token_ids: list[int]) -> str:
@@ -14,44 +18,85 @@ def decode_ids(tokenizer: Any, token_ids: list[int]) -> str:
     return text
 
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-
-
 class Detokenizer:
     """Stateful decoding; the pieces joined equal the whole decoded at once.
 
+    The last tokens are decoded together, some that are shown already before the new one: a decoder may treat the first
+    token of a text differently (it drops a leading space), and a character may be spread over several tokens. A new
+    token shows what the text has grown by. Two things are held back, since tokens to come may change them:
+
+    - A U+FFFD at the end of the text. Half a character decodes to exactly one (Unicode 15, section 3.9, "maximal
+      subparts"), so all before it is certain.
+    - A run of byte tokens (``<0x0A>``, SentencePiece's byte fallback). It is decoded as one: what is a letter by itself
+      becomes U+FFFD when its run is no valid UTF-8, so nothing of it is certain before a token of another kind follows.
+
+    A token costs the same at any length of the answer; only :meth:`flush` decodes the whole.
+
     Args:
-        tokenizer: a transformers tokenizer. Those with a Rust backend use its ``DecodeStream``; for others each new
-            token decodes the answer so far, and a piece that ends in half a character waits.
+        tokenizer: a transformers tokenizer, with a Rust backend or without.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=True) if self._backend is not None else None
         self._ids: list[int] = []
-        self._waiting: list[int] = []
-        self._text = ""
+        self._text: list[str] = []
+        self._window: list[int] = []
+        self._shown = ""  # what of the window's text has been returned
+        self._boundary = 0  # all text of this many tokens of the window had been returned before a later token came
 
     def feed(self, token_id: int) -> str:
         """Takes a token and returns the text that is certain now, often none."""
         self._ids.append(token_id)
-        self._waiting.append(token_id)
-        # A run of byte tokens is decoded as one: a byte that is a letter by itself becomes U+FFFD when its run is not valid
-        # UTF-8, so nothing of the run is certain before a token of another kind follows.
-        if _BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token_id))):
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # an id that the model has and the tokenizer has not
             return ""
-        if self._stream is not None:
-            piece = self._stream.step(self._backend, self._waiting) or ""
-        else:
-            text = decode_ids(self._tokenizer, self._ids)
-            piece = "" if text.endswith("\ufffd") else text[len(self._text) :]
-        self._waiting = []
-        self._text += piece
+        if _BYTE_TOKEN.fullmatch(str(token)):
+            self._window.append(token_id)
+            return ""
+        if self._is_left_out(token_id):  # a run of byte tokens goes on across it
+            return ""
+        self._window.append(token_id)
+        text = decode_ids(self._tokenizer, self._window)
+        certain = text.removesuffix(_REPLACEMENT)
+        piece = certain[len(self._shown) :] if certain.startswith(self._shown) else ""
+        if piece:
+            self._text.append(piece)
+            self._shown = certain
+        if certain != text:
+            self._cut_inside(text)
+        elif piece:
+            self._cut_at_boundary()
         return piece
 
     def flush(self) -> str:
         """What is left at the end: bytes that never became a whole character show as U+FFFD."""
-        rest = decode_ids(self._tokenizer, self._ids)[len(self._text) :]
-        self._text += rest
+        rest = decode_ids(self._tokenizer, self._ids)[sum(map(len, self._text)) :]
+        self._text.append(rest)
         return rest
+
+    def _is_left_out(self, token_id: int) -> bool:
+        """Whether decoding leaves a token out as special, which its kind in the tokenizer's lists does not always tell."""
+        return decode_ids(self._tokenizer, [token_id]) == "" and self._tokenizer.decode([token_id]) != ""
+
+    def _cut_at_boundary(self) -> None:
+        """Drops tokens before the last boundary, after a token with which all text has been returned."""
+        if len(self._window) > WINDOW and self._boundary:
+            window = self._window[self._boundary :]
+            shown = decode_ids(self._tokenizer, window)
+            if shown:  # else what a decoder does to the start of a text would meet the next token
+                self._window, self._shown = window, shown
+        self._boundary = len(self._window)
+
+    def _cut_inside(self, text: str) -> None:
+        """Drops tokens while the text's end is unfinished: random bytes would never come to a boundary.
+
+        Between two tokens whose texts joined are the whole text, no character is spread.
+        """
+        if len(self._window) <= WINDOW:
+            return
+        for tokens in range(1, 5):  # a character has four bytes at most
+            head, tail = self._window[:-tokens], self._window[-tokens:]
+            before, after = decode_ids(self._tokenizer, head), decode_ids(self._tokenizer, tail)
+            if after and before + after == text and self._shown.startswith(before):
+                self._window, self._shown, self._boundary = tail, self._shown[len(before) :], 0
+                return

@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,25 +18,40 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from polykv.codecs import Codec
+from polykv.codecs import Codec, get_codec
+from polykv.engine.pacing import Pacer
 from polykv.engine.request import Request, RequestHandle, SamplingParams
 from polykv.engine.runner import ModelRunner
-from polykv.engine.scheduler import Scheduler, Sequence, Work
-from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
+from polykv.engine.sampling import Choice, sample_batch
+from polykv.engine.scheduler import Batch, Scheduler, Sequence, Work
+from polykv.errors import (
+    EngineClosedError,
+    EngineOverloaded,
+    IncompatiblePoolError,
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestTimeoutError,
+)
 from polykv.models.attention import attach
 from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight
+from polykv.pool.build import SegmentBuild
 from polykv.pool.pool import SharedKVPool, check_length
-from polykv.pool.segment import KVSegment
+from polykv.pool.segment import KVSegment, check_context
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH = 32
+DEFAULT_MAX_WAITING = 4096
 DEFAULT_TOKEN_BUDGET = 512
 GATHER_SECONDS = 0.005
 """An idle engine waits this long after the first request, so that a fan-out starts in one forward together."""
 IDLE_SECONDS = 2.0
 """An idle engine gives its thread up, so that one nobody uses any more can be collected."""
+
+
+RATE_STEPS = 64
+"""Steps over which tokens per second are averaged."""
 
 
 @dataclass(frozen=True)
@@ -45,38 +61,96 @@ class EngineStats:
     Attributes:
         running: requests that have started.
         waiting: requests in the queue.
+        building: requests whose shared context is being built, or waits for that.
         finished: requests that ended well.
-        failed: requests that ended with an error.
+        failed: requests that ended with an error, those that were too late among them.
         cancelled: requests that were cancelled.
+        timed_out: requests whose timeout ended them.
+        rejected: requests that found the queue full.
         steps: forwards of the running requests.
-        prefill_tokens: prompt rows computed.
+        prefill_tokens: prompt rows computed, without those of shared contexts.
+        prefill_saved_tokens: prompt tokens that were read from the pool instead.
+        build_tokens: rows of shared contexts computed.
         generated_tokens: tokens chosen.
+        batch_size: requests in the last forward.
         peak_running: most requests that ran at once.
+        tokens_per_s: tokens chosen a second of forwards, over the last steps.
+        pool_bytes: bytes of the pool at this moment.
         tail_bytes: bytes of the private tails at this moment.
         peak_tail_bytes: their largest sum.
     """
 
     running: int = 0
     waiting: int = 0
+    building: int = 0
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    timed_out: int = 0
+    rejected: int = 0
     steps: int = 0
     prefill_tokens: int = 0
+    prefill_saved_tokens: int = 0
+    build_tokens: int = 0
     generated_tokens: int = 0
+    batch_size: int = 0
     peak_running: int = 0
+    tokens_per_s: float = 0.0
+    pool_bytes: int = 0
     tail_bytes: int = 0
     peak_tail_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """One forward, for :meth:`Engine.add_step_callback`.
+
+    Attributes:
+        seconds: wall time, choosing tokens included.
+        decode_rows: tokens of answers computed.
+        prompt_rows: tokens of prompts computed.
+        build_rows: tokens of a shared context computed.
+        stats: the engine after it.
+    """
+
+    seconds: float
+    decode_rows: int
+    prompt_rows: int
+    build_rows: int
+    stats: EngineStats
+
+
 @dataclass(eq=False)
 class _BuildJob:
-    """A segment being built between the steps of other requests; its caller waits on ``events``."""
+    """A segment being built between and within the steps of other requests.
+
+    Either one caller of :meth:`Engine.share` waits on ``events``, or the requests in ``sequences`` wait, which all name it.
+    """
 
     token_ids: Seq[int]
     codec: str | Codec | None
-    events: queue.SimpleQueue[tuple[str, Any]] = field(default_factory=queue.SimpleQueue)
+    parent: KVSegment | None = None
+    events: queue.SimpleQueue[tuple[str, Any]] | None = None
+    sequences: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
+
+    @property
+    def abandoned(self) -> bool:
+        return self.cancelled if self.events is not None else not self.sequences
+
+    def serves(self, request: Request) -> bool:
+        """Whether a request waits for the same context."""
+        return (
+            self.events is None
+            and self.parent is request.segment
+            and self.codec == request.codec
+            and self.token_ids == _context_of(request)
+        )
+
+
+def _context_of(request: Request) -> tuple[int, ...]:
+    """The tokens that the request wants to become a segment."""
+    return request.token_ids[request.segment.end if request.segment is not None else 0 : request.shared_tokens]
 
 
 def check_at_least_one(**values: int | None) -> None:
@@ -101,13 +175,15 @@ class Engine:
         tokenizer: its tokenizer.
         pool: where shared contexts live; a new one by default.
         max_batch: requests that run at once; further ones wait.
-        token_budget: rows of one forward.
+        max_waiting: requests that wait; further ones are refused.
+        token_budget: rows of one forward. While answers are in progress it carries fewer prompt rows, so that no stream pauses
+            for longer than three of its steps.
         num_threads: torch threads of the engine's thread; torch's default if None.
 
     Raises:
         UnsupportedModelError: the model's attention cannot read a pool.
         IncompatiblePoolError: the pool belongs to another model or tokenizer.
-        InvalidRequestError: max_batch or token_budget is below 1.
+        InvalidRequestError: max_batch, max_waiting, token_budget or num_threads is below 1.
     """
 
     def __init__(
@@ -117,29 +193,37 @@ class Engine:
         *,
         pool: SharedKVPool | None = None,
         max_batch: int = DEFAULT_MAX_BATCH,
+        max_waiting: int = DEFAULT_MAX_WAITING,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         num_threads: int | None = None,
     ) -> None:
-        check_at_least_one(max_batch=max_batch, token_budget=token_budget, num_threads=num_threads)
+        check_at_least_one(
+            max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads
+        )
         attach(model)
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)
         self.pool.check_model(model, tokenizer)
         self._runner = ModelRunner(model)
-        self._scheduler = Scheduler(max_batch, token_budget)
+        self._scheduler = Scheduler(max_batch)
+        self._pacer = Pacer(token_budget)
+        self.max_waiting = max_waiting
         self._eos_ids = _eos_ids(model, tokenizer)
         self._num_threads = num_threads
-        self._num_layers = model.config.num_hidden_layers
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._builds: list[_BuildJob] = []
-        self._building: Generator[tuple[str, int, int], None, KVSegment] | None = None
+        self._plan: Generator[SegmentBuild | tuple[str, int, int], None, KVSegment] | None = None
+        self._build: SegmentBuild | None = None  # of that plan, while it needs forwards
+        self._job: _BuildJob | None = None  # which it is for
         self._ended: list[Sequence] = []
         self._thread: threading.Thread | None = None
         self._closed: BaseException | None = None
         self._pid = os.getpid()
         self._counters: dict[str, int] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS)  # tokens and seconds of steps
+        self._callbacks: list[Callable[[StepReport], object]] = []
         _engines.add(self)
 
     # ------------------------------------------------------------------------------------ the callers' side
@@ -151,7 +235,9 @@ class Engine:
             PromptTooLongError: prompt and max_tokens exceed the model's positions.
             IncompatiblePoolError: the prompt does not start with the segment's tokens.
             InvalidRequestError: an empty prompt, or nothing after the shared context.
+            UnknownCodecError, UnsupportedModelError: the context cannot be stored with that codec.
             ContextReleasedError: the segment is no longer in the pool.
+            EngineOverloaded: max_waiting requests wait already.
             EngineClosedError: the engine is closed, has died, or was made before a fork.
         """
         self._check_process()
@@ -159,17 +245,41 @@ class Engine:
         handle = RequestHandle(request)
         # leased from now on: a context released while the request waits must still be there when its turn comes
         lease = self.pool.lease(request.segment, owner=handle) if request.segment is not None else None
-        sequence = Sequence(handle, lease, self._num_layers, self.tokenizer, self._eos_ids)
         try:
+            sequence = Sequence(handle, lease, self.model, self.tokenizer, self._eos_ids)
             with self._changed:
                 self._check_open()
+                self._check_room()
                 self._ensure_thread()
-                self._scheduler.waiting.append(sequence)
+                if request.shared_tokens:
+                    self._await_context(sequence)
+                else:
+                    self._scheduler.queue(sequence)
                 self._changed.notify()
         except BaseException:
-            sequence.release()
+            if lease is not None:
+                lease.release()
             raise
         return handle
+
+    def _check_room(self) -> None:
+        waiting = len(self._scheduler.waiting) + sum(len(job.sequences) for job in self._builds)
+        # requests that will start at once do not wait: the queue's bound is about those behind them
+        free = max(0, self._scheduler.max_batch - len(self._scheduler.running))
+        if waiting >= self.max_waiting + free:
+            self._counters["rejected"] += 1
+            raise EngineOverloaded(
+                f"{waiting} requests wait already and {len(self._scheduler.running)} run; the queue takes "
+                f"max_waiting={self.max_waiting}. Ask again later, send fewer at once, or raise max_waiting"
+            )
+
+    def _await_context(self, sequence: Sequence) -> None:
+        request = sequence.handle.request
+        for job in self._builds:
+            if job.serves(request):
+                job.sequences.append(sequence)
+                return
+        self._builds.append(_BuildJob(_context_of(request), request.codec, request.segment, sequences=[sequence]))
 
     def generate(
         self, token_ids: Seq[int], sampling: SamplingParams | None = None, segment: KVSegment | None = None
@@ -178,7 +288,7 @@ class Engine:
         return self.submit(Request(tuple(token_ids), segment, sampling or SamplingParams()))
 
     def _check_request(self, request: Request) -> None:
-        context = request.segment.num_tokens if request.segment is not None else 0
+        context = request.segment.end if request.segment is not None else 0
         own = len(request.token_ids) - context
         vocabulary = embedding_weight(self.model).shape[0]
         outside = [token for token in request.token_ids[context:] if not 0 <= token < vocabulary]
@@ -188,7 +298,8 @@ class Engine:
             )
         if request.segment is not None:
             head = torch.tensor(request.token_ids[:context], dtype=torch.int32)
-            if head.shape != request.segment.token_ids.shape or not torch.equal(head, request.segment.token_ids):
+            known = request.segment.context_ids
+            if head.shape != known.shape or not torch.equal(head, known):
                 raise IncompatiblePoolError(
                     f"the prompt ({len(request.token_ids)} tokens) does not start with the {context} tokens of the shared context"
                 )
@@ -200,24 +311,36 @@ class Engine:
                 )
         if own < 1:
             raise InvalidRequestError("the prompt has no tokens of its own after the shared context; ask something")
+        request.sampling.check_vocabulary(vocabulary)
+        if request.shared_tokens:
+            codec = get_codec(request.codec) if request.codec is not None else self.pool.codec
+            check_context(self.model, _context_of(request), codec, request.segment)
         check_length(self.model, context, own, request.sampling.max_tokens)
 
     def share(
-        self, token_ids: Seq[int], codec: str | Codec | None = None, progress: ProgressCallback | None = None
+        self,
+        token_ids: Seq[int],
+        codec: str | Codec | None = None,
+        progress: ProgressCallback | None = None,
+        *,
+        parent: KVSegment | None = None,
     ) -> KVSegment:
         """Builds a segment, or finds it, while other requests go on. Blocks until it is there.
 
         Args:
-            token_ids: the context.
+            token_ids: the context; with a parent, what follows it.
             codec: how to store it; the pool's default if None.
             progress: called in this thread with a phase, units done and units in all.
+            parent: a segment that comes before the tokens; readers of the new one read both.
 
         Raises:
             InvalidRequestError, PromptTooLongError, UnknownCodecError: see :meth:`SharedKVPool.build`.
+            ContextReleasedError: the parent is no longer in the pool.
             EngineClosedError: the engine is closed.
         """
         self._check_process()
-        job = _BuildJob(token_ids, codec)
+        events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        job = _BuildJob(token_ids, codec, parent, events)
         with self._changed:
             self._check_open()
             self._ensure_thread()
@@ -225,7 +348,7 @@ class Engine:
             self._changed.notify()
         try:
             while True:
-                kind, value = job.events.get()
+                kind, value = events.get()
                 if kind == "done":
                     segment: KVSegment = value
                     return segment
@@ -236,8 +359,8 @@ class Engine:
         except BaseException:  # an interrupted caller must leave no build behind, and no finished segment either
             with self._lock:
                 job.cancelled = True
-            while not job.events.empty():
-                kind, value = job.events.get()
+            while not events.empty():
+                kind, value = events.get()
                 if kind == "done":
                     self.pool.release(value)
             raise
@@ -245,11 +368,32 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and present sizes."""
         with self._lock:
-            counters = dict(self._counters)
+            counters: dict[str, Any] = dict(self._counters)
             counters["running"] = len(self._scheduler.running)
             counters["waiting"] = len(self._scheduler.waiting)
-            counters["tail_bytes"] = sum(s.tail_bytes for s in self._scheduler.running)
+            counters["building"] = sum(len(job.sequences) for job in self._builds)
+            counters["tail_bytes"] = sum(s.tail.nbytes for s in self._scheduler.running)
+            recent = list(self._recent)
+        seconds = sum(seconds for _, seconds in recent)
+        counters["tokens_per_s"] = sum(tokens for tokens, _ in recent) / seconds if seconds else 0.0
+        counters["pool_bytes"] = sum(segment.num_bytes for segment in self.pool.segments)
         return EngineStats(**counters)
+
+    def add_step_callback(self, callback: Callable[[StepReport], object]) -> Callable[[], None]:
+        """Calls ``callback`` after every forward, in the engine's thread: keep it short. An error in it is logged, no more.
+
+        Returns:
+            A function that removes it again.
+        """
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def remove() -> None:
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
+
+        return remove
 
     @property
     def closed(self) -> bool:
@@ -266,6 +410,12 @@ class Engine:
         thread = self._thread
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an Engine holds a model and a thread of this process and cannot be pickled or copied; make one where it is used, "
+            "or pickle a ChatPolyKV, which finds or makes its engine by name"
+        )
 
     def _check_process(self) -> None:
         """Before any lock is taken: in a forked child the parent's may be held for ever."""
@@ -292,19 +442,18 @@ class Engine:
             torch.set_num_threads(self._num_threads)
         try:
             while self._wait_for_work():
-                self._drop_cancelled()
+                self._drop_ended()
                 self._advance_build()
                 self._admit()
-                batch = self._scheduler.next_batch()
-                if batch:
+                batch = self._scheduler.next_batch(self._pacer.prompt_rows(self._scheduler.decoding), self._build)
+                if batch.work or batch.build:
                     self._step(batch)
         except BaseException as error:
             logger.exception("the engine's thread died")
             self._die(EngineClosedError(f"the engine died: {type(error).__name__}: {error}"))
             raise
         finally:
-            if self._building is not None:  # only this thread may close what it runs
-                self._building.close()
+            self._end_build()  # only this thread may close what it runs
             self._release_ended()
 
     def _wait_for_work(self) -> bool:
@@ -324,8 +473,12 @@ class Engine:
         with self._changed:
             if self._closed is None:
                 self._closed = error
-            sequences = [*self._scheduler.waiting, *self._scheduler.running]
             jobs = list(self._builds)
+            sequences = [
+                *self._scheduler.waiting,
+                *self._scheduler.running,
+                *(s for job in jobs for s in job.sequences),
+            ]
             self._scheduler.waiting.clear()
             self._scheduler.running.clear()
             self._builds.clear()
@@ -338,7 +491,8 @@ class Engine:
         for sequence in sequences:
             sequence.handle.fail(EngineClosedError(str(error)))
         for job in jobs:
-            job.events.put(("error", EngineClosedError(str(error))))
+            if job.events is not None:
+                job.events.put(("error", EngineClosedError(str(error))))
 
     def _release_ended(self) -> None:
         with self._lock:
@@ -346,77 +500,162 @@ class Engine:
         for sequence in ended:
             sequence.release()
 
-    def _drop_cancelled(self) -> None:
+    def _drop_ended(self) -> None:
+        """Takes out what was cancelled or is too late, in whatever state it is."""
         with self._lock:
-            waiting = [s for s in self._scheduler.waiting if s.handle.cancelled]
-            running = [s for s in self._scheduler.running if s.handle.cancelled]
-            for sequence in waiting:
-                self._scheduler.waiting.remove(sequence)
-        for sequence in waiting:
-            self._end(sequence, RequestCancelledError("the request was cancelled before it started"))
-        for sequence in running:
-            self._end(sequence, RequestCancelledError("the request was cancelled"))
+            states = [("before it started", s) for s in self._scheduler.waiting]
+            states += [("while its shared context was built", s) for job in self._builds for s in job.sequences]
+            states += [("", s) for s in self._scheduler.running]
+            ended = [(state, s) for state, s in states if s.handle.cancelled or s.expired]
+        for state, sequence in ended:
+            when = f" {state}" if state else ""
+            if sequence.handle.cancelled:
+                self._end(sequence, RequestCancelledError(f"the request was cancelled{when}"))
+            else:
+                request = sequence.handle.request
+                self._end(
+                    sequence,
+                    RequestTimeoutError(
+                        f"the request's timeout of {request.timeout} s was over{when or f' after {len(sequence.generated)} tokens'}; "
+                        "raise timeout, lower max_tokens, or send fewer requests at once"
+                    ),
+                )
 
     def _advance_build(self) -> None:
-        """One chunk of the first build in line; each is built alone, in order."""
+        """Goes on with the first build in line, up to where it needs a forward; each is built alone, in order."""
         with self._lock:
             job = self._builds[0] if self._builds else None
-        if job is None:
+        if job is None or (self._build is not None and self._build.remaining and not job.abandoned):
             return
         event: tuple[str, Any]
         try:
-            if job.cancelled:
+            if job.abandoned:
                 raise RequestCancelledError("nobody waits for this build any more")
-            if self._building is None:
-                self._building = self.pool.build_steps(job.token_ids, job.codec)
-            event = ("progress", next(self._building))
+            if self._plan is None:
+                self._job = job
+                self._plan = self.pool.plan_build(job.token_ids, job.codec, job.parent)
+            step = next(self._plan)
+            if isinstance(step, SegmentBuild):
+                self._build = step
+                return
+            event = ("progress", step)
         except StopIteration as stop:
             event = ("done", stop.value)
         except Exception as error:
             event = ("error", error)
-        if event[0] != "progress":
-            if self._building is not None:
-                self._building.close()
-                self._building = None
-            with self._lock:
-                if job in self._builds:
-                    self._builds.remove(job)
+        if event[0] == "progress":
+            self._tell(job, event)
+        else:
+            self._end_job(job, event)
+
+    def _end_build(self) -> None:
+        self._build = None
+        if self._plan is not None:
+            self._plan.close()
+            self._plan = None
+
+    def _tell(self, job: _BuildJob, event: tuple[str, Any]) -> bool:
+        """Hands an event to the caller of share(); False if nobody waits for it any more."""
         with self._lock:
-            left = job.cancelled
-            if not left:
-                job.events.put(event)
-        if left and isinstance(event[1], KVSegment):
-            self.pool.release(event[1])
+            if job.events is None or job.cancelled:
+                return False
+            job.events.put(event)
+            return True
+
+    def _end_job(self, job: _BuildJob, event: tuple[str, Any]) -> None:
+        kind, value = event
+        self._end_build()
+        with self._lock:
+            if job in self._builds:
+                self._builds.remove(job)
+            sequences, job.sequences = job.sequences, []
+        if job.events is not None:
+            if not self._tell(job, event) and kind == "done":
+                self.pool.release(value)
+            return
+        if kind == "error":
+            for sequence in sequences:
+                self._end(sequence, value)
+            return
+        for sequence in sequences:
+            sequence.found(self.pool.lease(value, owner=sequence.handle))
+        with self._lock:
+            open_ = self._closed is None
+            for sequence in sequences if open_ else ():
+                self._scheduler.queue(sequence)
+        for sequence in sequences if not open_ else ():  # closed meanwhile: _die has not seen these
+            self._end(sequence, EngineClosedError(str(self._closed)))
+        self.pool.release(value)  # from now on the readers' leases keep it
 
     def _admit(self) -> None:
         with self._lock:
             while self._scheduler.admissible():
-                sequence = self._scheduler.waiting.popleft()
+                sequence = self._scheduler.waiting.pop(0)
                 sequence.started_at = time.perf_counter()
                 self._scheduler.running.append(sequence)
+                self._counters["prefill_saved_tokens"] += sequence.cached_tokens
             peak = self._counters["peak_running"]
             self._counters["peak_running"] = max(peak, len(self._scheduler.running))
 
-    def _step(self, batch: list[Work]) -> None:
-        lengths = [work.sequence.tails[0].length for work in batch]
+    def _reserve(self, batch: Batch) -> Batch:
+        """Room for the batch's tokens; a request for which there is none fails alone."""
+        kept: list[Work] = []
+        for work in batch.work:
+            try:
+                work.sequence.tail.reserve(work.sequence.tail.length + work.rows)
+                kept.append(work)
+            except Exception as error:
+                self._end(work.sequence, error)
+        return Batch(kept, batch.build, batch.build_rows)
+
+    def _step(self, batch: Batch) -> None:
+        started = time.perf_counter()
+        batch = self._reserve(batch)
+        if not batch.work and batch.build is None:
+            return
+        decoding, prompt_rows = batch.decoding, batch.prompt_rows
+        held = [(piece.tail, piece.tail.length) for piece in batch.pieces()]
         try:
             logits = self._runner.forward(batch)
         except Exception as error:
-            self._recover(batch, lengths, error)
+            for tail, length in held:
+                tail.rewind(length)
+            self._recover(batch, error)
             return
-        self._count(steps=1, prefill_tokens=sum(w.rows for w in batch if not w.sequence.generated))
-        for work, row in zip(batch, logits, strict=True):
-            wants_token = work.wants_token
+        choosing = [work.sequence for work in batch.work if work.wants_token]
+        for work in batch.work:
             work.sequence.advance(work.rows)
-            if wants_token:
-                self._choose(work.sequence, row)
+        for sequence, choice in zip(choosing, sample_batch([s.sampler for s in choosing], logits), strict=True):
+            self._deliver(sequence, choice)
+        if batch.build is not None:
+            done = batch.build.num_tokens - batch.build.remaining
+            assert self._job is not None
+            self._tell(self._job, ("progress", ("prefill", done, batch.build.num_tokens)))
+        seconds = time.perf_counter() - started
+        self._pacer.observe(decoding, prompt_rows, seconds)
         with self._lock:
-            tail_bytes = sum(s.tail_bytes for s in self._scheduler.running)
+            tail_bytes = sum(s.tail.nbytes for s in self._scheduler.running)
             self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
+            self._counters["steps"] += 1
+            self._counters["prefill_tokens"] += prompt_rows - batch.build_rows
+            self._counters["build_tokens"] += batch.build_rows
+            self._counters["batch_size"] = len(batch.work)
+            self._recent.append((len(choosing), seconds))
+            callbacks = list(self._callbacks)
+        if callbacks:
+            report = StepReport(seconds, decoding, prompt_rows - batch.build_rows, batch.build_rows, self.stats())
+            for callback in callbacks:
+                try:
+                    callback(report)
+                except Exception:
+                    logger.exception("a step callback failed")
 
-    def _choose(self, sequence: Sequence, logits: torch.Tensor) -> None:
+    def _deliver(self, sequence: Sequence, choice: Choice | Exception) -> None:
+        if isinstance(choice, Exception):
+            self._end(sequence, choice)
+            return
         try:
-            completion = sequence.accept(sequence.sampler.sample(logits))
+            completion = sequence.accept(choice)
         except Exception as error:
             self._end(sequence, error)
             return
@@ -425,31 +664,38 @@ class Engine:
             self._end(sequence, None)
             sequence.handle.finish(completion)
 
-    def _recover(self, batch: list[Work], lengths: list[int], error: Exception) -> None:
-        """A forward that failed for a batch is repeated for each request alone, so that only the culprit fails."""
-        for work, length in zip(batch, lengths, strict=True):
-            for tail in work.sequence.tails:
-                tail.crop(length - tail.length)
-        if len(batch) == 1:
-            self._end(batch[0].sequence, error)
-            return
-        logger.warning("a forward of %d requests failed (%s); repeating them one by one", len(batch), error)
-        for work in batch:
-            self._step([work])
+    def _recover(self, batch: Batch, error: Exception) -> None:
+        """A forward that failed for a batch is repeated for each part alone, so that only the culprit fails."""
+        parts = len(batch.work) + (batch.build is not None)
+        if parts > 1:
+            logger.warning("a forward of %d requests failed (%s); repeating them one by one", parts, error)
+            for work in batch.work:
+                self._step(Batch([work]))
+            if batch.build is not None:
+                self._step(Batch([], batch.build, batch.build_rows))
+        elif batch.build is not None:
+            assert self._job is not None
+            self._end_job(self._job, ("error", error))
+        else:
+            self._end(batch.work[0].sequence, error)
 
     def _end(self, sequence: Sequence, error: Exception | None) -> None:
         """Frees everything a sequence holds; with an error, its caller sees it raised."""
         with self._lock:
             self._counters["peak_tail_bytes"] = max(
-                self._counters["peak_tail_bytes"], sum(s.tail_bytes for s in self._scheduler.running)
+                self._counters["peak_tail_bytes"], sum(s.tail.nbytes for s in self._scheduler.running)
             )
-            if sequence in self._scheduler.running:
-                self._scheduler.running.remove(sequence)
+            for line in (self._scheduler.running, self._scheduler.waiting, *(job.sequences for job in self._builds)):
+                if sequence in line:
+                    line.remove(sequence)
         sequence.release()
         if error is None:
             self._count(finished=1)
+        elif isinstance(error, RequestCancelledError):
+            self._count(cancelled=1)
         else:
-            self._count(**{"cancelled" if isinstance(error, RequestCancelledError) else "failed": 1})
+            self._count(failed=1, timed_out=int(isinstance(error, RequestTimeoutError)))
+        if error is not None:
             sequence.handle.fail(error)
 
     def _count(self, **increments: int) -> None:

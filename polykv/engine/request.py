@@ -10,55 +10,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from polykv.codecs import Codec
+from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError, RequestCancelledError
 from polykv.pool.segment import KVSegment
 
 FinishReason = Literal["stop", "length"]
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop.
-
-    Attributes:
-        temperature: 0 takes the most likely token; above, tokens are drawn.
-        top_p: draw from the smallest set of tokens with at least this probability (nucleus sampling, Holtzman 2020).
-        max_tokens: tokens to generate at most.
-        stop: the answer ends before the first of these strings.
-        seed: seed of this request's own generator; None draws a fresh one.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or self.temperature < 0:
-            raise InvalidRequestError(f"temperature must be a finite number >= 0, got {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p must lie in (0, 1], got {self.top_p!r}")
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be an integer >= 1, got {self.max_tokens!r}")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise InvalidRequestError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
-        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
-            raise InvalidRequestError(f"seed must be an integer or None, got {self.seed!r}")
 
 
 @dataclass(frozen=True)
@@ -69,11 +28,41 @@ class Request:
         token_ids: the whole prompt, the shared context's tokens first.
         segment: the shared context, or None.
         sampling: how to generate.
+        shared_tokens: the first so many tokens are a context to be found in the pool; if it is not there it is built, once for
+            all requests that name it, and goes with its last reader. With a segment, what lies between the segment's end and
+            here becomes a segment after it. 0 for none.
+        codec: how such a context is stored; the pool's default if None.
+        priority: requests of a higher one start earlier; equal ones in order of arrival. Running requests are never
+            interrupted.
+        timeout: seconds from submission after which the request fails, or None.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
     """
 
     token_ids: tuple[int, ...]
     segment: KVSegment | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    shared_tokens: int = 0
+    codec: str | Codec | None = None
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("priority", self.priority), ("shared_tokens", self.shared_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
+        context = self.segment.end if self.segment is not None else 0
+        if self.shared_tokens and not context < self.shared_tokens < len(self.token_ids):
+            raise InvalidRequestError(
+                f"shared_tokens must lie between the segment's end ({context}) and the prompt's ({len(self.token_ids)} tokens), "
+                f"got {self.shared_tokens}; the prompt needs tokens of its own after the shared ones"
+            )
+        seconds = self.timeout
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+        ):
+            raise InvalidRequestError(f"timeout must be a finite number of seconds > 0, or None, got {seconds!r}")
 
 
 @dataclass(frozen=True)
@@ -103,6 +92,7 @@ class Completion:
         cached_tokens: tokens read from the pool.
         tail_bytes: bytes of the private tail at its largest.
         timing: seconds.
+        logprobs: one :class:`Choice` a generated id, if log-probabilities were asked for.
     """
 
     text: str
@@ -112,13 +102,15 @@ class Completion:
     cached_tokens: int
     tail_bytes: int
     timing: Timing
+    logprobs: tuple[Choice, ...] | None = None
 
 
 class RequestHandle:
     """The caller's end of a request: iterate its text, wait for its completion, or cancel it.
 
     Iteration yields pieces of text as they become certain (a piece that may begin a stop string is held back). It can
-    be consumed from a thread (``for``) or a coroutine (``async for``), once.
+    be consumed from a thread (``for``) or a coroutine (``async for``), once. A caller who is interrupted while waiting
+    (Ctrl-C, a cancelled task) cancels the request; as a context manager it is cancelled at the end of the block.
     """
 
     def __init__(self, request: Request) -> None:
@@ -143,8 +135,9 @@ class RequestHandle:
     def finish(self, completion: Completion) -> None:
         """Ends the request well."""
         with self._condition:
-            self._completion = completion
-            self._wake()
+            if not self.done:
+                self._completion = completion
+                self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error, which the caller will see raised."""
@@ -184,9 +177,29 @@ class RequestHandle:
             raise StopIteration
         return None
 
+    def __enter__(self) -> RequestHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a RequestHandle belongs to an engine of this process and cannot be pickled; keep its result(), or the request"
+        )
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Nobody waits any more when Ctrl-C or a cancelled task ends the wait, so nobody needs the answer."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+            self.cancel()
+            raise
+
     def __iter__(self) -> Iterator[str]:
         while True:
-            with self._condition:
+            with self._waiting(), self._condition:
                 try:
                     while (piece := self._take()) is None:
                         self._condition.wait()
@@ -204,7 +217,8 @@ class RequestHandle:
                 except StopIteration:
                     return
             if piece is None:
-                await ready.wait()
+                with self._waiting():
+                    await ready.wait()
             else:
                 yield piece
 
@@ -229,7 +243,7 @@ class RequestHandle:
             TimeoutError: the time is over; the request goes on until it is cancelled.
             PolyKVError: the request failed.
         """
-        with self._condition:
+        with self._waiting(), self._condition:
             if not self._condition.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"the request did not finish within {timeout} s")
             return self._outcome()
@@ -240,7 +254,8 @@ class RequestHandle:
         while not self.done:
             ready.clear()
             if not self.done:
-                await ready.wait()
+                with self._waiting():
+                    await ready.wait()
         return self._outcome()
 
     def _outcome(self) -> Completion:

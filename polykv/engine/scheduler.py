@@ -1,26 +1,43 @@
-"""Which requests take part in the next forward, and with how many rows."""
+"""Who waits, who runs, and which rows each contributes to the next forward."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
+from bisect import insort
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from polykv.engine.detokenizer import Detokenizer
+from polykv.engine.pacing import share_rows
 from polykv.engine.request import Completion, FinishReason, RequestHandle, Timing
-from polykv.engine.sampling import Sampler
+from polykv.engine.sampling import Choice, Sampler
 from polykv.engine.stops import StopMatcher
-from polykv.models.tail import TailLayer
+from polykv.models.step import Piece
+from polykv.models.tails import Tail
+from polykv.pool.build import SegmentBuild
 from polykv.pool.lease import Lease
+
+_arrivals = itertools.count()
 
 
 class Sequence:
     """A request inside the engine: what has been computed, and its private tail.
 
-    Attributes:
+    Args:
         handle: the caller's end.
         lease: claim on the shared context, or None.
-        tails: one tail a layer; their storage is allocated by the first forward.
+        model: decides the tail's shape.
+        tokenizer: turns ids into text.
+        eos_ids: ids that end the answer.
+
+    Attributes:
+        handle: the caller's end.
+        lease: claim on the shared context; None for none, and while it is being built.
+        tail: private keys and values; their storage is allocated by the first forward.
         pending: ids whose keys and values are still to be computed: the rest of the prompt, or the last token.
         position: absolute position of ``pending[0]``.
         generated: ids chosen so far.
@@ -30,42 +47,72 @@ class Sequence:
         self,
         handle: RequestHandle,
         lease: Lease | None,
-        num_layers: int,
-        tokenizer: object,
+        model: PreTrainedModel,
+        tokenizer: Any,
         eos_ids: frozenset[int],
     ) -> None:
         request = handle.request
         self.handle = handle
         self.lease = lease
-        self.cached_tokens = lease.segment.num_tokens if lease is not None else 0
-        self.tails = [TailLayer(self.cached_tokens) for _ in range(num_layers)]
-        self.pending = list(request.token_ids[self.cached_tokens :])
-        self.position = self.cached_tokens
+        self._model = model
         self.generated: list[int] = []
-        self.sampler = Sampler(request.sampling)
+        self.sampler = Sampler(request.sampling, request.token_ids)
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopMatcher(request.sampling.stop)
         self._text: list[str] = []
+        self._choices: list[Choice] = []
+        self.arrival = next(_arrivals)
         self.started_at: float | None = None
         self._first_token_at: float | None = None
+        self._start_from(lease)
+
+    def _start_from(self, lease: Lease | None) -> None:
+        request = self.handle.request
+        self.lease = lease
+        self.cached_tokens = lease.segment.end if lease is not None else 0
+        self.pending = list(request.token_ids[self.cached_tokens :])
+        self.position = self.cached_tokens
+        # the last token's keys and values are never needed
+        self.tail = Tail(self._model, limit=len(self.pending) + request.sampling.max_tokens - 1)
+
+    def found(self, lease: Lease) -> None:
+        """Takes the context that it waited for, instead of the shorter one it had."""
+        before, self.lease = self.lease, None
+        if before is not None:
+            before.release()
+        self._start_from(lease)
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes allocated for the private tail."""
-        return sum(tail.nbytes for tail in self.tails)
+    def order(self) -> tuple[int, int]:
+        """Sort key in the queue: higher priority first, then first come, first served."""
+        return (-self.handle.request.priority, self.arrival)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the request's timeout is over."""
+        timeout = self.handle.request.timeout
+        return timeout is not None and time.perf_counter() - self.handle.submitted_at >= timeout
+
+    def piece(self, rows: int) -> Piece:
+        """The next ``rows`` pending ids, for a forward."""
+        chain = self.lease.segment.chain if self.lease is not None else ()
+        return Piece(self.pending[:rows], self.position, self.tail, chain, wants_logits=rows == len(self.pending))
 
     def advance(self, rows: int) -> None:
         """Marks the first ``rows`` pending ids as computed."""
         del self.pending[:rows]
         self.position += rows
 
-    def accept(self, token_id: int) -> Completion | None:
+    def accept(self, choice: Choice) -> Completion | None:
         """Takes a chosen token; returns the completion if it was the last."""
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
+        token_id = choice.token_id
         self.generated.append(token_id)
+        if self.handle.request.sampling.logprobs:
+            self._choices.append(choice)
         if token_id in self._eos_ids:
             return self._complete("stop")
         self._emit(self._stops.feed(self._detokenizer.feed(token_id)))
@@ -95,14 +142,14 @@ class Sequence:
             finish_reason=reason,
             prompt_tokens=len(self.handle.request.token_ids),
             cached_tokens=self.cached_tokens,
-            tail_bytes=self.tail_bytes,
+            tail_bytes=self.tail.nbytes,
             timing=Timing(started - submitted, first - submitted, now - submitted),
+            logprobs=tuple(self._choices) if self.handle.request.sampling.logprobs else None,
         )
 
     def release(self) -> None:
         """Frees the tail and gives the lease back. Idempotent."""
-        for tail in self.tails:
-            tail.reset()
+        self.tail.release()
         if self.lease is not None:
             self.lease.release()
 
@@ -119,34 +166,88 @@ class Work:
         """Whether the forward reaches the end of what is pending, so that a token can be chosen."""
         return self.rows == len(self.sequence.pending)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a token of the answer and not a part of the prompt."""
+        return bool(self.sequence.generated)
+
+    def piece(self) -> Piece:
+        """Its form for a forward."""
+        return self.sequence.piece(self.rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward computes.
+
+    Attributes:
+        work: sequences' parts.
+        build: a segment in the making that takes part, or None.
+        build_rows: its rows.
+    """
+
+    work: Seq[Work]
+    build: SegmentBuild | None = None
+    build_rows: int = 0
+
+    @property
+    def decoding(self) -> int:
+        """Rows that are tokens of answers."""
+        return sum(work.decodes for work in self.work)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of prompts and of the segment."""
+        return sum(work.rows for work in self.work if not work.decodes) + self.build_rows
+
+    def pieces(self) -> list[Piece]:
+        """Its parts for a forward, the segment's last."""
+        pieces = [work.piece() for work in self.work]
+        if self.build is not None:
+            pieces.append(self.build.piece(self.build_rows))
+        return pieces
+
 
 class Scheduler:
-    """First come, first served. Decoding rows always take part; prompts share what is left of the token budget.
+    """Starts requests by priority and arrival. Every running one takes part in every forward.
+
+    Decoding requests contribute a row each. Prompts, and a segment that is being built, share a number of further rows evenly:
+    a long one neither stalls the answers in progress nor keeps a short one behind it from starting.
 
     Args:
         max_batch: sequences running at once.
-        token_budget: rows of one forward; bounds both its time and its memory.
     """
 
-    def __init__(self, max_batch: int, token_budget: int) -> None:
+    def __init__(self, max_batch: int) -> None:
         self.max_batch = max_batch
-        self.token_budget = token_budget
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+
+    def queue(self, sequence: Sequence) -> None:
+        """Puts a sequence into the queue at its place."""
+        insort(self.waiting, sequence, key=lambda s: s.order)
 
     def admissible(self) -> bool:
         """Whether a waiting request can start."""
         return bool(self.waiting) and len(self.running) < self.max_batch
 
-    def next_batch(self) -> list[Work]:
-        """The work of the next forward; empty when nothing runs."""
-        budget = max(self.token_budget, len(self.running))
-        decoding = [s for s in self.running if s.generated]
-        batch = [Work(s, 1) for s in decoding]
-        budget -= len(batch)
-        for sequence in self.running:
-            if not sequence.generated and budget > 0:
-                rows = min(budget, len(sequence.pending))
-                batch.append(Work(sequence, rows))
-                budget -= rows
-        return batch
+    @property
+    def decoding(self) -> int:
+        """Running requests that have begun their answers."""
+        return sum(bool(s.generated) for s in self.running)
+
+    def next_batch(self, prompt_rows: int, build: SegmentBuild | None = None) -> Batch:
+        """The next forward; its ``work`` and ``build`` are empty when nothing runs.
+
+        Args:
+            prompt_rows: rows that prompts and the segment may have together.
+            build: a segment in the making, or None.
+        """
+        decoding = [Work(s, 1) for s in self.running if s.generated]
+        prompts = [s for s in self.running if not s.generated]
+        wanted = [len(s.pending) for s in prompts] + ([build.remaining] if build is not None else [])
+        shares = share_rows(wanted, prompt_rows)
+        work = decoding + [Work(s, rows) for s, rows in zip(prompts, shares, strict=False) if rows]
+        if build is not None and shares[-1]:
+            return Batch(work, build, shares[-1])
+        return Batch(work)

@@ -38,7 +38,6 @@ class _PooledLayerView:
         """See :meth:`LayerView.attend`."""
         cache = self._cache
         batch, num_heads, rows, head_dim = query.shape
-        encoded = cache.segment.layers[self._layer_idx]
         tail = cache.tails[self._layer_idx]
         if self._positions is not None:
             positions = self._positions.expand(batch, rows).reshape(-1)
@@ -46,7 +45,11 @@ class _PooledLayerView:
             seen = tail.get_seq_length()
             positions = torch.arange(seen - rows, seen, device=query.device).repeat(batch)
         stacked = query.transpose(1, 2).reshape(batch * rows, num_heads, head_dim)
-        pool_out, pool_lse = ops.shared_attention(stacked, encoded, scale, q_positions=positions, window=window)
+        parts = [
+            ops.shared_attention(stacked, link.layers[self._layer_idx], scale, q_positions=positions, window=window)
+            for link in cache.segment.chain
+        ]
+        pool_out, pool_lse = ops.merge_attention_states(*parts)
         if mask is not None:
             if mask.dtype != torch.bool:
                 mask = mask >= 0  # an additive mask: 0 takes part, a large negative number does not
@@ -80,7 +83,7 @@ class PooledCache(Cache):
     """
 
     def __init__(self, segment: KVSegment, lease: Callable[[PooledCache], Lease]) -> None:
-        self.tails = [TailLayer(segment.num_tokens) for _ in segment.layers]
+        self.tails = [TailLayer(segment.end) for _ in segment.layers]
         super().__init__(layers=list(self.tails))
         self.segment = segment
         self._lease = lease(self)
@@ -153,7 +156,7 @@ class PooledCache(Cache):
                 f"attention_mask is {tuple(mask.shape)} and covers {mask.shape[1]} tokens; it must cover {seen + new}, "
                 f"{seen} in the cache and {new} new ones, in {rows} row(s). Use pool.inputs(question), or leave it out."
             )
-        if not bool(mask[:, : self.segment.num_tokens].all()):
+        if not bool(mask[:, : self.segment.end].all()):
             raise IncompatiblePoolError(_HIDES_POOL)
 
     def check_generate(self, input_ids: Tensor | None, mask: Tensor | None) -> None:
@@ -168,12 +171,12 @@ class PooledCache(Cache):
         seen, given = self.get_seq_length(), input_ids.shape[1]
         if mask is not None and mask.shape[1] == seen + given and given > 0:
             return  # the question alone, with a mask over pool and question
-        if seen > self.segment.num_tokens and given > 0:
+        if seen > self.segment.end and given > 0:
             raise IncompatiblePoolError(
-                f"the cache holds {seen - self.segment.num_tokens} tokens of an earlier call after the document; make a new "
+                f"the cache holds {seen - self.segment.end} tokens of an earlier call after the document; make a new "
                 f"cache, or give the new tokens alone with a mask over {seen} + {given} tokens"
             )
-        document = self.segment.token_ids.to(device=input_ids.device, dtype=input_ids.dtype)
+        document = self.segment.context_ids.to(device=input_ids.device, dtype=input_ids.dtype)
         starts_with_document = given > seen and bool((input_ids[:, : document.shape[0]] == document).all())
         if not starts_with_document or (mask is not None and mask.shape[1] != given):
             covered = "none" if mask is None else f"one over {mask.shape[1]}"

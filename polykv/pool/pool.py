@@ -19,13 +19,20 @@ from polykv.models.attention import attach
 from polykv.models.cache import PooledCache
 from polykv.models.identity import ModelIdentity, identity_of, segment_identity
 from polykv.models.loading import ProgressCallback
+from polykv.models.step import run_step
 from polykv.models.support import embedding_weight, max_positions
+from polykv.pool.build import PREFILL_CHUNK_TOKENS, SegmentBuild
 from polykv.pool.lease import Lease
-from polykv.pool.segment import KVSegment, build_segment, check_context
+from polykv.pool.segment import KVSegment, check_context
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[str, str]  # (identity, codec)
+# (identity, codec) of the segment and of its parents: a segment depends on how its parents are stored
+_Key = tuple[tuple[str, str], ...]
+
+
+def _key(segment: KVSegment) -> _Key:
+    return tuple((link.identity, link.codec) for link in segment.chain)
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class SharedKVPool:
         self._segments: dict[_Key, KVSegment] = {}
         self._handles: dict[_Key, int] = {}
         self._leases: dict[_Key, list[Lease]] = {}
+        self._parents: dict[_Key, Lease] = {}  # a segment's hold on the one before it
         self._building: dict[_Key, threading.Event] = {}
         self._forgotten: queue.SimpleQueue[KVSegment] = queue.SimpleQueue()
         self._hits = self._misses = self._builds = 0
@@ -128,11 +136,24 @@ class SharedKVPool:
         token_ids: Sequence[int],
         codec: str | Codec | None = None,
         *,
+        parent: KVSegment | None = None,
         progress: ProgressCallback | None = None,
     ) -> KVSegment:
-        """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle."""
+        """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle.
+
+        Args:
+            token_ids: the context; with a parent, what follows it.
+            codec: how to store it; the pool's default if None.
+            parent: a segment of this pool that comes before the tokens; readers of the new segment read both.
+            progress: called with a phase, units done and units in all.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError, UnsupportedModelError: see :func:`check_context`.
+            ContextReleasedError: the parent is no longer in the pool.
+            PolyKVError: the model gave keys or values that cannot be stored.
+        """
         # closed at once when progress() raises: a traceback that is kept would keep the build's place in the line too
-        with closing(self.build_steps(token_ids, codec)) as steps:
+        with closing(self.build_steps(token_ids, codec, parent)) as steps:
             while True:
                 try:
                     report = next(steps)
@@ -143,40 +164,81 @@ class SharedKVPool:
                     progress(*report)
 
     def build_steps(
-        self, token_ids: Sequence[int], codec: str | Codec | None = None
+        self, token_ids: Sequence[int], codec: str | Codec | None = None, parent: KVSegment | None = None
     ) -> Generator[tuple[str, int, int], None, KVSegment]:
         """As :meth:`build`, but as a generator that pauses after every chunk. Concurrent builders of one text wait.
 
         Yields:
             ``(phase, units done, units in all)``; phase ``"wait"`` while another builder is at the same text.
         """
-        chosen = get_codec(codec) if codec is not None else self.codec
-        check_context(self.model, token_ids, chosen)
-        self.sweep()
-        key = (segment_identity(self.identity, token_ids), chosen.name)
-        while True:
-            with self._lock:
-                segment = self._segments.get(key)
-                if segment is not None:
-                    self._hits += 1
-                    self._handles[key] += 1
+        with closing(self.plan_build(token_ids, codec, parent)) as plan:
+            while True:
+                try:
+                    event = next(plan)
+                except StopIteration as stop:
+                    segment: KVSegment = stop.value
                     return segment
-                pending = self._building.get(key)
-                if pending is None:
-                    self._building[key] = threading.Event()
-                    self._misses += 1
-                    break
-            while not pending.wait(0.02):
-                yield "wait", 0, 1  # an engine goes on with its other requests meanwhile
+                if isinstance(event, SegmentBuild):
+                    run_step(self.model, [event.piece(PREFILL_CHUNK_TOKENS)])
+                    event = "prefill", event.num_tokens - event.remaining, event.num_tokens
+                yield event
+
+    def plan_build(
+        self, token_ids: Sequence[int], codec: str | Codec | None = None, parent: KVSegment | None = None
+    ) -> Generator[SegmentBuild | tuple[str, int, int], None, KVSegment]:
+        """As :meth:`build_steps`, but the forwards are left to the caller, who may mix them with other rows.
+
+        Yields:
+            A :class:`SegmentBuild`: run some of it before resuming. Or ``("encode", layers done, layers)``, or
+            ``("wait", 0, 1)`` while another builder is at the same text.
+
+        Returns:
+            The segment; it counts as a handle.
+        """
+        chosen = get_codec(codec) if codec is not None else self.codec
+        check_context(self.model, token_ids, chosen, parent)
+        self.sweep()
+        before = parent.context_ids.tolist() if parent is not None else []
+        link = (segment_identity(self.identity, [*before, *token_ids]), chosen.name)
+        key = (*(_key(parent) if parent is not None else ()), link)
+        hold = self.lease(parent) if parent is not None else None
         try:
-            built = yield from build_segment(self.model, self.identity, token_ids, chosen)
-            with self._lock:
-                self._segments[key] = built
-                self._handles[key] = 1
-                self._builds += 1
+            while True:
+                with self._lock:
+                    segment = self._segments.get(key)
+                    if segment is not None:
+                        self._hits += 1
+                        self._handles[key] += 1
+                        return segment
+                    pending = self._building.get(key)
+                    if pending is None:
+                        self._building[key] = threading.Event()
+                        self._misses += 1
+                        break
+                while not pending.wait(0.02):
+                    yield "wait", 0, 1  # an engine goes on with its other requests meanwhile
+            try:
+                build = SegmentBuild(self.model, self.identity, token_ids, chosen, parent)
+                try:
+                    while build.remaining:
+                        yield build
+                    for _ in range(build.num_layers):
+                        yield "encode", build.encode_layer(), build.num_layers
+                    built = build.finish()
+                finally:
+                    build.release()
+                with self._lock:
+                    self._segments[key] = built
+                    self._handles[key] = 1
+                    self._builds += 1
+                    if hold is not None:
+                        self._parents[key], hold = hold, None
+            finally:
+                with self._lock:
+                    self._building.pop(key).set()
         finally:
-            with self._lock:
-                self._building.pop(key).set()
+            if hold is not None:
+                hold.release()
         logger.info(
             "built segment %s: %d tokens, %s with codec %s (%.2fx)",
             built.identity[:12],
@@ -213,7 +275,7 @@ class SharedKVPool:
         Raises:
             ContextReleasedError: the segment is no longer in the pool.
         """
-        key = (segment.identity, segment.codec)
+        key = _key(segment)
         with self._lock:
             if self._segments.get(key) is not segment:
                 raise ContextReleasedError(
@@ -229,7 +291,7 @@ class SharedKVPool:
             if lease._released:
                 return
             lease._released = True
-            key = (lease.segment.identity, lease.segment.codec)
+            key = _key(lease.segment)
             leases = self._leases[key]
             leases.remove(lease)
             if not leases:
@@ -243,7 +305,7 @@ class SharedKVPool:
             self._give_handle_back(segment)
 
     def _give_handle_back(self, segment: KVSegment) -> None:
-        key = (segment.identity, segment.codec)
+        key = _key(segment)
         if self._handles.get(key, 0) > 0:
             self._handles[key] -= 1
         self._drop_if_unused(key)
@@ -256,6 +318,9 @@ class SharedKVPool:
         if self._handles.get(key) == 0 and key not in self._leases:
             self._segments.pop(key, None)
             self._handles.pop(key, None)
+            hold = self._parents.pop(key, None)
+            if hold is not None:
+                hold.release()
 
     def sweep(self) -> int:
         """Takes back forgotten handles, and the leases whose owners are gone; returns how many leases there were."""
@@ -300,14 +365,15 @@ class SharedKVPool:
             raise InvalidRequestError("no question was given; give at least one")
         rows = [question_ids(self.tokenizer, text) for text in questions]
         longest = max(len(row) for row in rows)
-        check_length(self.model, chosen.num_tokens, longest, 0)
+        context = chosen.end
+        check_length(self.model, context, longest, 0)
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else 0
         device = embedding_weight(self.model).device
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
-        mask = torch.ones((len(rows), chosen.num_tokens + longest), dtype=torch.long, device=device)
+        mask = torch.ones((len(rows), context + longest), dtype=torch.long, device=device)
         for index, row in enumerate(rows):
-            mask[index, chosen.num_tokens : chosen.num_tokens + longest - len(row)] = 0
+            mask[index, context : context + longest - len(row)] = 0
         return {"input_ids": ids, "attention_mask": mask}
 
     # ----------------------------------------------------------------------------------------- reporting

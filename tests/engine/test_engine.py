@@ -28,6 +28,7 @@ from polykv.errors import (
     PromptTooLongError,
     RequestCancelledError,
 )
+from polykv.models.tails import BUCKET_TOKENS, Tail
 
 DOCUMENT = random_ids(150, seed=1)
 LENGTHS = (1, 3, 17, 40, 7, 2)
@@ -267,24 +268,51 @@ class TestStopping:
 
 
 class TestTails:
-    def test_no_tail_is_allocated_before_the_first_forward(self, engine: Engine) -> None:
+    def test_a_request_that_waits_has_no_tail(self, tiny_llama: Any, make_engine: Any) -> None:
+        engine = make_engine(tiny_llama, max_batch=1)
         gate = Gate(engine)
-        handle = engine.generate(DOCUMENT, greedy_params(2))
+        handles = [engine.generate(DOCUMENT, greedy_params(2)) for _ in range(3)]
         assert gate.arrived.wait(30)
-        assert engine.stats().running == 1
-        assert engine.stats().tail_bytes == 0
+        assert (engine.stats().running, engine.stats().waiting) == (1, 2)
+        one = engine.stats().tail_bytes
+        assert one > 0
         gate.opened.set()
-        handle.result(60)
-        assert engine.stats().peak_tail_bytes > 0
+        for handle in handles:
+            handle.result(60)
+        assert engine.stats().peak_tail_bytes == one
 
-    def test_a_tail_takes_little_more_than_its_tokens(self, engine: Engine) -> None:
+    @pytest.mark.parametrize("generated", [1, 2, 20, 56, 90, 300])
+    def test_a_tail_takes_little_more_than_its_tokens(self, engine: Engine, generated: int) -> None:
         segment = engine.share(DOCUMENT)
         per_token = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head_dim, float32
-        for generated in (1, 20, 56, 90):
-            prompt = DOCUMENT + random_ids(40)
+        for own in (1, 16, 40):
+            prompt = DOCUMENT + random_ids(own)
             completion = engine.generate(prompt, greedy_params(generated), segment).result(60)
-            held = len(prompt) - len(DOCUMENT) + len(completion.token_ids) - 1  # the last token is never computed
-            assert held * per_token <= completion.tail_bytes <= 1.1 * held * per_token
+            held = own + len(completion.token_ids) - 1  # the last token is never computed
+            assert held * per_token <= completion.tail_bytes <= (1.25 * held + BUCKET_TOKENS) * per_token
+            assert completion.tail_bytes <= (own + generated - 1) * per_token, "it never needs more"
+
+    def test_a_tail_for_which_there_is_no_memory_fails_its_request_alone(
+        self, engine: Engine, monkeypatch: Any
+    ) -> None:
+        segment = engine.share(DOCUMENT)
+        prompts = [DOCUMENT + q for q in questions()]
+        want = [engine.generate(p, greedy_params(40), segment).result(60).token_ids for p in prompts]
+        allocate = Tail._allocate
+
+        def refuse(tail: Tail, capacity: int) -> Any:
+            if tail._limit == 5 + 60 - 1 and capacity > 16:  # at its first growth, tokens in hand
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return allocate(tail, capacity)
+
+        monkeypatch.setattr(Tail, "_allocate", refuse)
+        poor = engine.generate(DOCUMENT + random_ids(5), greedy_params(60), segment)
+        handles = [engine.generate(p, greedy_params(40), segment) for p in prompts]
+        with pytest.raises(MemoryError, match=r"private tail of 17 tokens; run fewer requests"):
+            poor.result(60)
+        for prompt, handle, tokens in zip(prompts, handles, want, strict=True):
+            assert_same_tokens(engine.model, prompt, handle.result(60).token_ids, tokens)
+        assert (engine.stats().tail_bytes, engine.pool.num_leases) == (0, 0)
 
     def test_everything_is_free_afterwards(self, engine: Engine) -> None:
         segment = engine.share(DOCUMENT)
@@ -375,7 +403,7 @@ class TestFailures:
 
         def failing(batch: Any) -> Any:
             logits = forward(batch)  # the tails have been written already
-            if any(work.sequence.handle in culprit and len(work.sequence.generated) == 2 for work in batch):
+            if any(work.sequence.handle in culprit and len(work.sequence.generated) == 2 for work in batch.work):
                 raise MemoryError("no room")
             return logits
 
@@ -431,7 +459,7 @@ class TestFailures:
 
         thread = threading.Thread(target=share)
         thread.start()
-        until(lambda: engine._building is not None)
+        until(lambda: engine._plan is not None)
         engine.close()
         thread.join(30)
         if errors:  # else the build was faster than close()
@@ -440,7 +468,7 @@ class TestFailures:
     def test_a_dead_engine_says_so_and_hangs_nobody(self, engine: Engine, monkeypatch: Any) -> None:
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
-        def broken() -> None:
+        def broken(*args: object) -> None:
             raise RuntimeError("scheduler bug")
 
         engine._scheduler.next_batch = broken  # type: ignore[method-assign,assignment]

@@ -22,7 +22,9 @@ from polykv.errors import (
     UnsupportedModelError,
 )
 from polykv.models.identity import ModelIdentity, identity_of, segment_identity
-from polykv.pool import segment as segment_module
+from polykv.pool import build as build_module
+from polykv.pool import pool as pool_module
+from polykv.pool.build import build_segment
 
 DOCUMENT = random_ids(200, seed=1)
 
@@ -42,7 +44,7 @@ class TestBuild:
         from polykv.codecs import get_codec
 
         def build(tokens: int) -> Any:
-            steps = segment_module.build_segment(
+            steps = build_segment(
                 family_model, identity_of(family_model), DOCUMENT, get_codec("exact"), chunk_tokens=tokens
             )
             while True:
@@ -74,21 +76,23 @@ class TestBuild:
             ("encode", 3, 3),
         ]
 
-    def test_the_dense_cache_goes_layer_by_layer(self, tiny_llama: Any, monkeypatch: Any) -> None:
-        caches = []
+    def test_the_dense_keys_and_values_go_layer_by_layer(self, tiny_llama: Any, monkeypatch: Any) -> None:
+        builds = []
 
-        class Recording(DynamicCache):
-            def __init__(self) -> None:
-                super().__init__()
-                caches.append(self)
+        class Recording(build_module.SegmentBuild):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                builds.append(self)
 
-        monkeypatch.setattr(segment_module, "DynamicCache", Recording)
+        monkeypatch.setattr(pool_module, "SegmentBuild", Recording)
         pool = SharedKVPool(tiny_llama)
         held = []
         for phase, done, _ in pool.build_steps(DOCUMENT):
             if phase == "encode":
-                held.append((done, sum(layer.keys is not None for layer in caches[0].layers)))
-        assert held == [(1, 2), (2, 1), (3, 0)]
+                encoded = sum(layer.nbytes for layer in builds[0]._layers)
+                held.append((done, builds[0].nbytes - encoded))
+        layer = 2 * pool.segment.dense_bytes // 3  # float32
+        assert held == [(1, 2 * layer), (2, layer), (3, 0)]
 
     def test_the_peak_is_the_dense_cache_and_the_first_encoded_layers(self, tiny_llama: Any) -> None:
         pool = SharedKVPool.from_token_ids(tiny_llama, DOCUMENT)

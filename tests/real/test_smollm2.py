@@ -13,7 +13,7 @@ from helpers import FULL, assert_same_tokens, decoded_cache, demo_document, gree
 from polykv import Engine, SamplingParams, SharedKVPool
 from polykv.engine.request import Request, RequestHandle
 from polykv.engine.runner import ModelRunner
-from polykv.engine.scheduler import Sequence, Work
+from polykv.engine.scheduler import Batch, Sequence, Work
 from polykv.evaluation import compare_codec, live_tensor_bytes, resident_bytes
 from polykv_agents import ChatPolyKV
 
@@ -78,6 +78,12 @@ def packed(request: pytest.FixtureRequest, real_model: tuple[Any, Any], document
     return pool, decoded_cache(pool.segment)
 
 
+def run(runner: ModelRunner, work: list[Work]) -> torch.Tensor:
+    for part in work:
+        part.sequence.tail.reserve(part.sequence.tail.length + part.rows)
+    return runner.forward(Batch(work))
+
+
 @pytest.mark.parametrize("agents", [1, 4, 15])
 def test_fused_logits_equal_a_dense_cache_of_the_decoded_pool(packed: tuple[SharedKVPool, Any], agents: int) -> None:
     pool, dense = packed
@@ -90,15 +96,13 @@ def test_fused_logits_equal_a_dense_cache_of_the_decoded_pool(packed: tuple[Shar
     # prompts of mixed lengths in one forward, then one decode step of all of them together
     runner = ModelRunner(model)
     handles = [RequestHandle(Request((*context, *q), pool.segment)) for q in questions]
-    sequences = [
-        Sequence(h, pool.lease(pool.segment), len(pool.segment.layers), tokenizer, frozenset()) for h in handles
-    ]
+    sequences = [Sequence(h, pool.lease(pool.segment), model, tokenizer, frozenset()) for h in handles]
     batch = [Work(s, len(s.pending)) for s in sequences]
-    prefill = runner.forward(batch)
+    prefill = run(runner, batch)
     for work in batch:
         work.sequence.advance(work.rows)
         work.sequence.pending = list(follower)
-    decode = runner.forward([Work(s, 1) for s in sequences])
+    decode = run(runner, [Work(s, 1) for s in sequences])
 
     for index, question in enumerate(questions):
         with torch.no_grad():
@@ -130,8 +134,10 @@ def test_memory_of_live_agents(real_model: tuple[Any, Any]) -> None:
     expected = 0
 
     def measuring(batch: Any) -> Any:
-        if len(batch) == expected not in measured and all(len(w.sequence.generated) >= generated for w in batch):
-            tail_tokens = sum(w.sequence.tails[0].length for w in batch)
+        if len(batch.work) == expected not in measured and all(
+            len(w.sequence.generated) >= generated for w in batch.work
+        ):
+            tail_tokens = sum(w.sequence.tail.length for w in batch.work)
             resident = resident_bytes()
             assert resident is not None
             measured[expected] = (live_tensor_bytes(exclude=weights) - idle, tail_tokens, resident)

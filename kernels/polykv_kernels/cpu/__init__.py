@@ -5,6 +5,7 @@
 """
 
 from polykv_kernels.cpu.backend import (
+    append_to_tails,
     describe,
     encode_keys_int8,
     encode_values_lloyd3,
@@ -12,11 +13,13 @@ from polykv_kernels.cpu.backend import (
     ragged_attention,
     shared_attention,
     supports,
+    tail_attention,
     unavailable_reason,
     use_isa,
 )
 
 __all__ = [
+    "append_to_tails",
     "describe",
     "encode_keys_int8",
     "encode_values_lloyd3",
@@ -24,6 +27,7 @@ __all__ = [
     "ragged_attention",
     "shared_attention",
     "supports",
+    "tail_attention",
     "unavailable_reason",
     "use_isa",
 ]

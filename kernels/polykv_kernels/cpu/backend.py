@@ -17,6 +17,7 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int6
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from polykv_kernels import reference
 from polykv_kernels.cpu.loader import LibraryUnavailable, load
 from polykv_kernels.errors import BackendError
 from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.tails import RaggedBatch
 
 MAX_HEAD_DIM = 256
 
@@ -45,6 +47,9 @@ class _Dense(Structure):
         ("num_tokens", c_int64),
         ("dtype", c_int32),
     ]
+
+
+_DENSE_RECORD = np.dtype(_Dense)
 
 
 class _Packed(Structure):
@@ -74,7 +79,8 @@ def _declare(cdll: ctypes.CDLL) -> None:
     p, i, n, f = c_void_p, c_int32, c_int64, c_float
     signatures: dict[str, list[Any]] = {
         "shared_attention": [p, n, i, i, i, f, POINTER(_Dense), POINTER(_Packed), p, p, p, i, i],
-        "ragged_attention": [p, i, i, i, f, POINTER(_Dense), POINTER(c_int64), n, n, p, p, i, i],
+        "ragged_attention": [p, i, i, i, f, p, p, n, n, p, p, i, i],
+        "append": [p, p, n, n, n, n, i, i, i, p, p, n],
         "merge": [POINTER(p), POINTER(p), i, n, n, p, p, i],
         "encode_keys": [p, i, n, n, i, n, i, p, p, p, i],
         "encode_values": [p, i, n, n, i, n, i, p, i, p, i, p, p, i],
@@ -337,6 +343,98 @@ def ragged_attention(
             out.data_ptr(),
             lse.data_ptr(),
             splits,
+            torch.get_num_threads(),
+        )
+    )
+    return out.to(q.dtype), lse
+
+
+class _TailPlan:
+    """``PolykvDense[L][requests]`` and the row counts of a :class:`RaggedBatch`, ready for the C side."""
+
+    def __init__(self, batch: RaggedBatch) -> None:
+        first = batch.tails[0].keys[0]
+        self.num_requests = len(batch.tails)
+        self.dtype = first.dtype
+        self.num_kv_heads = first.shape[0]
+        structs = np.zeros((len(batch.tails[0].keys), self.num_requests), dtype=_DENSE_RECORD)
+        for index, tail in enumerate(batch.tails):
+            column, (head_stride, token_stride, _) = structs[:, index], tail.keys[0].stride()
+            column["keys"], column["values"] = tail.addresses
+            column["key_head_stride"] = column["value_head_stride"] = head_stride
+            column["key_token_stride"] = column["value_token_stride"] = token_stride
+        structs["num_tokens"] = np.add(batch.lengths, batch.row_counts)
+        structs["dtype"] = _DTYPES[first.dtype]
+        self._structs = structs  # kept: the addresses below point into them
+        self._row_counts = np.array(batch.row_counts, dtype=np.int64)
+        self._base, self._layer_bytes = structs.ctypes.data, structs.strides[0]
+        self.row_counts: int = self._row_counts.ctypes.data
+
+    def tails(self, layer: int) -> int:
+        """Address of a layer's structs."""
+        return self._base + layer * self._layer_bytes
+
+
+def _tail_plan(batch: RaggedBatch) -> _TailPlan | None:
+    """The batch's plan, or None for a dtype that the C side does not read."""
+    if "cpu" not in batch.plan:
+        known = batch.tails[0].keys[0].dtype in _DTYPES
+        batch.plan["cpu"] = _TailPlan(batch) if known else None
+    plan: _TailPlan | None = batch.plan["cpu"]
+    return plan
+
+
+def append_to_tails(batch: RaggedBatch, layer: int, keys: Tensor, values: Tensor) -> None:
+    """See :func:`polykv_kernels.ops.append_to_tails`."""
+    plan = _tail_plan(batch)
+    if plan is None:
+        batch.write(layer, keys, values)
+        return
+    keys, values = _readable(keys), _readable(values)
+    _check(
+        _library().polykv_cpu_append(
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            keys.stride(1),
+            values.stride(0),
+            values.stride(1),
+            plan.num_kv_heads,
+            keys.shape[2],
+            keys.element_size(),
+            plan.tails(layer),
+            plan.row_counts,
+            plan.num_requests,
+        )
+    )
+
+
+def tail_attention(
+    q: Tensor, batch: RaggedBatch, layer: int, scale: float, *, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """See :func:`polykv_kernels.ops.tail_attention`."""
+    plan = _tail_plan(batch)
+    if plan is None:
+        keys, values = batch.held(layer)
+        return ragged_attention(q, keys, values, batch.row_counts, scale, window=window)
+    rows, num_heads, head_dim = q.shape
+    query = _floats(q)
+    out = torch.empty_like(query)
+    lse = query.new_empty((rows, num_heads))
+    _check(
+        _library().polykv_cpu_ragged_attention(
+            query.data_ptr(),
+            num_heads,
+            plan.num_kv_heads,
+            head_dim,
+            scale,
+            plan.tails(layer),
+            plan.row_counts,
+            plan.num_requests,
+            window or 0,
+            out.data_ptr(),
+            lse.data_ptr(),
+            0,
             torch.get_num_threads(),
         )
     )

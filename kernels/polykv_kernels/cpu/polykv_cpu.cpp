@@ -47,6 +47,7 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kSumChannels = 64;  // products added up in one chain: a longer one rounds more
 constexpr int kMinTilesPerUnit = 8;   // joining the partial results of shorter units would be felt
 constexpr int kTargetUnits = 64;      // enough to keep many threads busy to the end
+constexpr int kMaxCausalUnits = 32;   // 16,384 tokens
 constexpr int64_t kSerialWork = 6 << 20;  // multiply-adds (0.1 ms or so) below which waking threads costs more than it saves
 constexpr float kInf = __builtin_huge_valf();
 constexpr float kLog2E = 1.44269504088896341f;
@@ -551,6 +552,14 @@ int64_t tiles_per_unit(int64_t tiles, int64_t num_kv_heads, int32_t splits) {
   return each < 1 ? 1 : each;
 }
 
+// The same for a tail that its own rows are part of. A prompt computed in chunks of any sizes must give the same bits, so the
+// division must not depend on where a chunk ends: it is fixed as long as that takes no undue memory.
+int64_t tiles_per_causal_unit(int64_t tiles) {
+  int64_t each = kMinTilesPerUnit;
+  while (each * kMaxCausalUnits < tiles) each *= 2;
+  return each;
+}
+
 Source dense_source(const PolykvDense& dense, int head) {
   Source s;
   const int64_t size = dense.dtype == kFloat32 ? 4 : 2;
@@ -596,6 +605,7 @@ struct Request {  // some rows and the one or two sources they read
   Visibility dense_visibility;
   const PolykvPacked* packed;
   Visibility packed_visibility;
+  bool causal = false;  // the rows are the source's own last tokens
 };
 
 // Attention of every request's rows over its sources.
@@ -627,7 +637,9 @@ int32_t attend(const Request* requests, int64_t num_requests, int32_t num_heads,
       const int64_t blocks = (stacked + kBlockRows - 1) / kBlockRows;
       const int64_t dense_tiles = request.dense == nullptr ? 0 : tiles_of(request.dense->num_tokens);
       const int64_t packed_tiles = request.packed == nullptr ? 0 : tiles_of(request.packed->num_tokens);
-      const int64_t each = tiles_per_unit(dense_tiles + packed_tiles, num_kv_heads, splits);
+      const int64_t each = request.causal && splits == 0
+                               ? tiles_per_causal_unit(dense_tiles)
+                               : tiles_per_unit(dense_tiles + packed_tiles, num_kv_heads, splits);
       for (int head = 0; head < num_kv_heads; ++head) {
         for (int64_t block = 0; block < blocks; ++block) {
           const int64_t first_row = stacked * block / blocks;
@@ -749,12 +761,37 @@ POLYKV_API int32_t polykv_cpu_ragged_attention(const float* q, int32_t num_heads
         Request{q + first * row, out + first * row, lse + first * num_heads, row_counts[i], &tails[i], {}, nullptr, {}};
     request->dense_visibility.causal_last = tails[i].num_tokens - row_counts[i] + 1;
     request->dense_visibility.window = window;
+    request->causal = true;
     first += row_counts[i];
   }
   const int32_t status =
       attend(requests, num_requests, num_heads, num_kv_heads, head_dim, scale, splits, threads);
   free(requests);
   return status;
+}
+
+// Copies new keys and values, [rows, Hkv, D] with the given strides in elements of `element` bytes, to the ends of the tails:
+// tails[i].num_tokens counts its row_counts[i] new tokens already.
+POLYKV_API int32_t polykv_cpu_append(const void* keys, const void* values, int64_t key_row_stride,
+                                     int64_t key_head_stride, int64_t value_row_stride, int64_t value_head_stride,
+                                     int32_t num_kv_heads, int32_t head_dim, int32_t element, const PolykvDense* tails,
+                                     const int64_t* row_counts, int64_t num_requests) {
+  const size_t bytes = static_cast<size_t>(head_dim) * element;
+  int64_t row = 0;
+  for (int64_t i = 0; i < num_requests; ++i) {
+    const PolykvDense& tail = tails[i];
+    for (int64_t token = tail.num_tokens - row_counts[i]; token < tail.num_tokens; ++token, ++row) {
+      for (int64_t head = 0; head < num_kv_heads; ++head) {
+        const int64_t key = head * tail.key_head_stride + token * tail.key_token_stride;
+        const int64_t value = head * tail.value_head_stride + token * tail.value_token_stride;
+        memcpy(static_cast<char*>(const_cast<void*>(tail.keys)) + key * element,
+               static_cast<const char*>(keys) + (row * key_row_stride + head * key_head_stride) * element, bytes);
+        memcpy(static_cast<char*>(const_cast<void*>(tail.values)) + value * element,
+               static_cast<const char*>(values) + (row * value_row_stride + head * value_head_stride) * element, bytes);
+      }
+    }
+  }
+  return kOk;
 }
 
 namespace {
