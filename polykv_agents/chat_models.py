@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -33,7 +33,21 @@ from polykv_agents.usage import response_metadata, usage_metadata
 
 logger = logging.getLogger(__name__)
 
-CALL_KEYWORDS = ("temperature", "top_p", "max_tokens", "stop", "seed")
+CALL_KEYWORDS = (
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "stop",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+)
 """Keyword arguments of ``invoke``, ``stream``, ``bind`` and their kin."""
 
 _renderers: weakref.WeakKeyDictionary[Engine, dict[str | None, Renderer]] = weakref.WeakKeyDictionary()
@@ -98,6 +112,23 @@ class ChatPolyKV(BaseChatModel):
     """Strings that end an answer; they are not part of it. A call's own replace these."""
     seed: int | None = None
     """Seed of the draws; the same seed and prompt give the same answer whatever else runs."""
+    top_k: int | None = None
+    """Draw from this many most likely tokens; 0 or None: from all."""
+    min_p: float = 0.0
+    """Draw from tokens at least this fraction as likely as the most likely one; 0 switches it off."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of the prompt (the shared context too) and of the answer so far become less likely."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the answer holds already, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the answer holds the token, -2 to 2."""
+    logit_bias: dict[int | str, float] | None = None
+    """Token ids (``42`` or ``"42"``) to numbers from -100 to 100, added to their logits; -100 bans a token."""
+    logprobs: bool | None = None
+    """Whether ``response_metadata["logprobs"]`` tells each token's log-probability, in the shape of OpenAI's API: of the
+    model's own distribution, before penalties and temperature."""
+    top_logprobs: int | None = None
+    """For each token, those of so many most likely ones too, 0 to 20; needs ``logprobs``."""
     chat_template: str | None = Field(default=None, repr=False)
     """Used instead of the tokenizer's own template."""
     device: str | None = None
@@ -298,12 +329,14 @@ class ChatPolyKV(BaseChatModel):
         if isinstance(stops, str):
             stops = [stops]
         defaults = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
+            name: value for name in CALL_KEYWORDS if name != "stop" and (value := getattr(self, name)) is not None
         }
-        return SamplingParams(**{**defaults, **chosen}, stop=tuple(stops or ()))
+        values = {**defaults, **chosen}
+        if values.get("logprobs") is False and "top_logprobs" not in chosen:
+            values.pop("top_logprobs", None)  # logprobs=False of a call switches this object's top_logprobs off too
+        if isinstance(values.get("logit_bias"), Mapping):
+            values["logit_bias"] = _biases(values["logit_bias"])
+        return SamplingParams(**values, stop=tuple(stops or ()))
 
     def _prompt(self, messages: Sequence[BaseMessage]) -> tuple[list[int], KVSegment | None, dict[str, Any] | None]:
         """Token ids, the segment they start with, and what the answer's metadata will say of it."""
@@ -326,20 +359,24 @@ class ChatPolyKV(BaseChatModel):
         ids, segment, facts = self._prompt(messages)
         return self.engine.submit(Request(tuple(ids), segment, sampling)), facts
 
+    def _metadata(self, completion: Completion, facts: dict[str, Any] | None) -> dict[str, Any]:
+        tokenizer = self.engine.tokenizer if completion.logprobs is not None else None
+        return response_metadata(completion, self.model, facts, tokenizer)
+
     def _result(self, completion: Completion, facts: dict[str, Any] | None) -> ChatResult:
         message = AIMessage(
             content=completion.text,
             usage_metadata=usage_metadata(completion),
-            response_metadata=response_metadata(completion, self.model, facts),
+            response_metadata=self._metadata(completion, facts),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _last_chunk(self, completion: Completion, facts: dict[str, Any] | None) -> ChatGenerationChunk:
-        # counts are added up and strings joined when chunks are merged, so they ride on one chunk alone
+        # counts are added up, strings and lists joined when chunks are merged, so they ride on one chunk alone
         message = AIMessageChunk(
             content="",
             usage_metadata=usage_metadata(completion),
-            response_metadata=response_metadata(completion, self.model, facts),
+            response_metadata=self._metadata(completion, facts),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)
@@ -467,15 +504,13 @@ class ChatPolyKV(BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         """Feeds traces and the key of LangChain's answer cache, so it must tell apart all that changes an answer."""
         context = self.shared_context
+        biases = None if self.logit_bias is None else sorted((str(key), bias) for key, bias in self.logit_bias.items())
         return {
             "model": self.model,
             "revision": self.revision,
             "dtype": self.dtype,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_tokens,
-            "stop": self.stop,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in CALL_KEYWORDS},
+            "logit_bias": biases,
             "chat_template": self.chat_template,
             "shared_context": None if context is None else {"id": context.id, "codec": context.codec},
         }
@@ -494,6 +529,17 @@ class ChatPolyKV(BaseChatModel):
         if tools:
             raise InvalidRequestError("tools are not supported yet, so their tokens cannot be counted")
         return len(self._prompt(messages)[0])
+
+
+def _biases(logit_bias: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Biases by token id; OpenAI's API writes the ids as strings, since JSON has no other keys."""
+    biases: dict[Any, Any] = {}
+    for key, bias in logit_bias.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        if token_id in biases:
+            raise InvalidRequestError(f"logit_bias names token {token_id} twice, as a number and as a string; keep one")
+        biases[token_id] = bias
+    return biases
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

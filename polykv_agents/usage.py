@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from polykv.engine import Completion
+from polykv.engine.detokenizer import token_text
+from polykv.engine.sampling import Choice
 
 
 def usage_metadata(completion: Completion) -> UsageMetadata:
@@ -20,10 +24,13 @@ def usage_metadata(completion: Completion) -> UsageMetadata:
     )
 
 
-def response_metadata(completion: Completion, model_name: str, shared_context: dict[str, Any] | None) -> dict[str, Any]:
+def response_metadata(
+    completion: Completion, model_name: str, shared_context: dict[str, Any] | None, tokenizer: Any
+) -> dict[str, Any]:
     """Model, finish reason, seconds, private bytes, and which shared context was read.
 
     ``timing`` holds ``queue_s``, ``ttft_s`` (both from submission), ``total_s`` and ``tokens_per_s`` after the first token.
+    ``logprobs`` is there if log-probabilities were asked for; see :func:`logprobs_metadata`.
     """
     timing = completion.timing
     decoding = timing.total_s - timing.ttft_s
@@ -42,4 +49,37 @@ def response_metadata(completion: Completion, model_name: str, shared_context: d
     }
     if shared_context is not None:
         metadata["shared_context"] = shared_context
+    if completion.logprobs is not None:
+        metadata["logprobs"] = logprobs_metadata(completion.logprobs, tokenizer)
     return metadata
+
+
+def logprobs_metadata(choices: Sequence[Choice], tokenizer: Any) -> dict[str, Any]:
+    """Log-probabilities in the shape of OpenAI's API: ``{"content": [{"token", "bytes", "logprob", "top_logprobs"}]}``.
+
+    Args:
+        choices: one for each generated token, those of a stop string and of the end of sequence included, though the
+            answer's text holds neither.
+        tokenizer: of the model.
+
+    Returns:
+        Plain lists and numbers. ``token`` is the text of one token, U+FFFD where it is half a character; ``bytes`` are
+        its bytes as integers, or None where the tokenizer does not tell them.
+    """
+
+    @cache
+    def described(token_id: int) -> tuple[str, list[int] | None]:
+        text, raw = token_text(tokenizer, token_id)
+        return text, None if raw is None else list(raw)
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        text, raw = described(token_id)
+        # a list of its own for each entry: what a caller does to one must not show in another
+        return {"token": text, "bytes": None if raw is None else list(raw), "logprob": logprob}
+
+    return {
+        "content": [
+            {**entry(choice.token_id, choice.logprob), "top_logprobs": [entry(*top) for top in choice.top_logprobs]}
+            for choice in choices
+        ]
+    }

@@ -8,7 +8,7 @@ stored forms, :mod:`polykv_kernels.ops` holds the public operations, and
 
 from polykv_kernels.config import config_report, show_config
 from polykv_kernels.errors import BackendError
-from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import TILE_SIZE, DenseKV, EncodedKV, Int8Keys, Int8Weights, LloydMax3Values
 from polykv_kernels.tails import LayeredKV, RaggedBatch
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DenseKV",
     "EncodedKV",
     "Int8Keys",
+    "Int8Weights",
     "LayeredKV",
     "LloydMax3Values",
     "RaggedBatch",

@@ -1,4 +1,4 @@
-"""The stored forms of one layer's keys and values.
+"""The stored forms of one layer's keys and values, and of a linear layer's weights.
 
 Notation used throughout: ``Hkv`` KV heads, ``T`` tokens, ``D`` head dim, ``n_tiles = ceil(T / 64)``.
 A layout is a frozen dataclass of tensors and says nothing about how they were computed. It checks its tensors when it is
@@ -8,13 +8,17 @@ heads may be any distance apart (a view of some tiles is a layout too).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 TILE_SIZE = 64
 """Tokens in one tile: the unit of the channel scales, and later of the kernels' inner loop."""
+
+WEIGHT_GROUP = 64
+"""Inputs of a linear layer that share a scale of :class:`Int8Weights`."""
 
 LLOYD_MAX_3BIT: tuple[float, ...] = (-2.152, -1.344, -0.756, -0.245, 0.245, 0.756, 1.344, 2.152)
 """The eight levels that quantise N(0, 1) with the least squared error (Lloyd 1982, Max 1960), to the three decimals
@@ -134,6 +138,33 @@ class LloydMax3Values:
 
 
 @dataclass(frozen=True, slots=True)
+class Int8Weights:
+    """Symmetric int8 weights of a linear layer: ``weight = scale * code``, a scale for every 64 inputs of an output.
+
+    Attributes:
+        codes: ``[out, in]`` int8 in [-127, 127], row-major; rows may be any distance apart.
+        scales: ``[out, ceil(in / 64)]`` float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2:
+            raise ValueError(f"weight codes must be [out, in], got {list(self.codes.shape)}")
+        outputs, inputs = self.codes.shape
+        _check_tensor(self.codes, "weight codes", torch.int8, (outputs, inputs))
+        _check_tensor(self.scales, "weight scales", torch.float32, (outputs, -(-inputs // WEIGHT_GROUP)))
+        if self.codes.device != self.scales.device:
+            raise ValueError(f"weight codes are on {self.codes.device}, their scales on {self.scales.device}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return tensor_bytes(self.codes, self.scales)
+
+
+@dataclass(frozen=True, slots=True)
 class EncodedKV:
     """One layer of a segment: some first tokens exact, the rest packed.
 
@@ -146,6 +177,7 @@ class EncodedKV:
         exact: the first ``exact.num_tokens`` tokens, or None.
         keys: packed keys of the remaining tokens, or None when all are exact.
         values: packed values of the same tokens, or None.
+        plan: a backend's own form of all this, made by it at first use.
     """
 
     start: int
@@ -156,6 +188,7 @@ class EncodedKV:
     exact: DenseKV | None
     keys: Int8Keys | None
     values: LloydMax3Values | None
+    plan: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         held = self.num_exact + (self.keys.num_tokens if self.keys is not None else 0)
@@ -174,6 +207,11 @@ class EncodedKV:
         devices = {tensor.device for tensor in self.tensors().values()}
         if len(devices) > 1:
             raise ValueError(f"the tensors of a segment must be on one device, got {sorted(map(str, devices))}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without the plan: it holds addresses
+        values = tuple(getattr(self, x.name) for x in fields(self) if x.init)
+        return EncodedKV, values
 
     def _parts(self) -> list[tuple[str, int, int]]:
         parts: list[tuple[str, int, int]] = []

@@ -4,6 +4,8 @@ A backend is a module with the functions of :mod:`polykv_kernels.reference` and 
 follows from the device, the dtype and the head dim (:func:`choose_backend`); the environment variable
 ``POLYKV_KERNELS=reference|cpu|triton`` or :func:`use_backend` force one.
 
+Linear layers (:func:`linear`) have kernels on the CPU alone; elsewhere they are torch's.
+
 Notation: ``Hq`` query heads, ``Hkv`` KV heads (``Hq`` a multiple of ``Hkv``), ``D`` head dim, ``rows`` query
 tokens of all requests stacked, ``T`` tokens.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from polykv_kernels import cpu, reference, triton
 from polykv_kernels.errors import BackendError
-from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import DenseKV, EncodedKV, Int8Keys, Int8Weights, LloydMax3Values
 from polykv_kernels.tails import RaggedBatch
 
 __all__ = [
@@ -34,8 +36,10 @@ __all__ = [
     "encode_keys_int8",
     "encode_values_lloyd3",
     "exact_tokens",
+    "linear",
     "masked_attention",
     "merge_attention_states",
+    "quantize_weights_int8",
     "ragged_attention",
     "shared_attention",
     "store_exact",
@@ -116,17 +120,29 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, e
         BackendError: a forced backend is unknown, not usable here, or does not take this dtype or head dim.
     """
     forced = _forced_backend()
+    key = (forced, device, dtype, head_dim, encode)
+    known = _usable.get(key)
+    if known is not None:
+        return known
     if forced is not None:
         name, origin = forced
         problem = _problem(name, device, dtype, head_dim, encode)
         if problem is not None:
             raise BackendError(f"{origin} forces the backend {name!r}, which cannot run here: {problem}")
-        return Choice(name, f"forced by {origin}", forced=True)
-    name = "cpu" if device.type == "cpu" else "triton"
-    problem = _problem(name, device, dtype, head_dim, encode)
-    if problem is None:
-        return Choice(name, f"tensors on {device.type}")
-    return Choice("reference", problem)
+        choice = Choice(name, f"forced by {origin}", forced=True)
+    else:
+        name = "cpu" if device.type == "cpu" else "triton"
+        problem = _problem(name, device, dtype, head_dim, encode)
+        if problem is not None:
+            return Choice("reference", problem)
+        choice = Choice(name, f"tensors on {device.type}")
+    _usable[key] = choice
+    return choice
+
+
+# Choices of a backend that could run, which it then can for ever; a step asks hundreds of times. What could not run is asked
+# again: a compiler may have been installed meanwhile.
+_usable: dict[tuple[object, ...], Choice] = {}
 
 
 def _problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, encode: bool) -> str | None:
@@ -489,3 +505,84 @@ def decode(segment: EncodedKV, dtype: torch.dtype | None = None) -> tuple[Tensor
         keys and values, each ``[Hkv, T, D]``.
     """
     return reference.decode(segment, dtype)
+
+
+def linear(x: Tensor, weight: Tensor | Int8Weights, bias: Tensor | None = None) -> Tensor:
+    """A linear layer, ``y = x W^T + bias``.
+
+    The compiled kernels read weights as they are (float32, float16, bfloat16 or int8; widened in registers) and accumulate
+    in float32. With them a row's result has the same bits in any company of rows and on any number of threads. Rows in
+    float16 or bfloat16 go through float32, and the result is rounded once.
+
+    Args:
+        x: ``[..., in]`` floating point.
+        weight: ``[out, in]``, floating point or packed.
+        bias: ``[out]`` floating point, or None.
+
+    Returns:
+        ``[..., out]`` in x's dtype.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: a tensor is not floating point.
+        BackendError: a forced backend cannot do this. The Triton backend leaves linear layers to torch.
+    """
+    stored = weight.codes if isinstance(weight, Int8Weights) else weight
+    if stored.ndim != 2:
+        raise ValueError(f"weight must be [out, in], got {tuple(stored.shape)}")
+    if x.ndim == 0 or x.shape[-1] != stored.shape[1]:
+        raise ValueError(f"x must be [..., {stored.shape[1]}] for a weight {tuple(stored.shape)}, got {tuple(x.shape)}")
+    if not x.is_floating_point() or not (stored is not weight or stored.is_floating_point()):
+        raise TypeError(f"x and weight must be floating point, got {x.dtype} and {stored.dtype}")
+    _check_device(x, "x", stored, "the weight")
+    if bias is not None:
+        if bias.ndim != 1 or bias.shape[0] != stored.shape[0]:
+            raise ValueError(f"bias must be [{stored.shape[0]}], got {tuple(bias.shape)}")
+        if not bias.is_floating_point():
+            raise TypeError(f"bias must be floating point, got {bias.dtype}")
+        _check_device(x, "x", bias, "the bias")
+    out: Tensor = _linear_backend(x, stored, bias).linear(x, weight, bias)
+    return out
+
+
+def _linear_backend(x: Tensor, stored: Tensor, bias: Tensor | None) -> Any:
+    forced = _forced_backend()
+    name = "cpu" if forced is None else forced[0]
+    if name != "cpu":
+        return reference
+    problem: str | None
+    if torch.is_grad_enabled() and (
+        x.requires_grad or stored.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        problem = "it has no gradients, and an input requires them; compute under torch.no_grad(), or use the reference"
+    elif stored.shape[1] == 0:
+        problem = "a linear layer without inputs has nothing to compute"
+    else:
+        problem = cpu.supports_linear(x.dtype, stored.dtype) or cpu.unavailable_reason(x.device)
+    if problem is None:
+        return cpu
+    if forced is not None:
+        raise BackendError(f"{forced[1]} forces the backend 'cpu', which cannot run here: {problem}")
+    return reference
+
+
+def quantize_weights_int8(weight: Tensor) -> Int8Weights:
+    """Quantises a linear layer's weights to symmetric int8 with a scale for every 64 inputs of an output.
+
+    Args:
+        weight: ``[out, in]`` floating point.
+
+    Returns:
+        The packed weights, on the same device.
+
+    Raises:
+        ValueError: the shape does not fit, or a weight is NaN or infinite.
+        TypeError: the weights are not floating point.
+    """
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be [out, in] and not empty, got {tuple(weight.shape)}")
+    if not weight.is_floating_point():
+        raise TypeError(f"weight must be floating point, got {weight.dtype}")
+    if not torch.isfinite(weight).all():
+        raise ValueError("weight holds NaN or infinite numbers; nothing was quantised")
+    return reference.quantize_weights_int8(weight)

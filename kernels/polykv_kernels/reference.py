@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import (
+    LLOYD_MAX_3BIT,
+    TILE_SIZE,
+    WEIGHT_GROUP,
+    EncodedKV,
+    Int8Keys,
+    Int8Weights,
+    LloydMax3Values,
+)
 
 CHUNK_TOKENS = 8 * TILE_SIZE
 """Tokens dequantised at a time: large enough to amortise torch's call overhead, small enough to stay in cache."""
@@ -417,3 +425,34 @@ def merge_attention_states(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Ten
     merged = sum(out.to(weights.dtype) * weight[..., None] for out, weight in zip(outs, weights, strict=True))
     merged = (merged / total[..., None]).masked_fill((total == 0)[..., None], 0.0)
     return merged.to(outs[0].dtype), largest + total.log()
+
+
+# -------------------------------------------------------------------------------------------- linear layers
+
+
+def linear(x: Tensor, weight: Tensor | Int8Weights, bias: Tensor | None) -> Tensor:
+    """See :func:`polykv_kernels.ops.linear`: torch's own where the dtypes agree, else through float32 (or float64)."""
+    if isinstance(weight, Int8Weights):
+        weight = dequantize_weights(weight)
+    if x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype):
+        return F.linear(x, weight, bias)
+    common = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return F.linear(x.to(common), weight.to(common), None if bias is None else bias.to(common)).to(x.dtype)
+
+
+def quantize_weights_int8(weight: Tensor) -> Int8Weights:
+    """See :func:`polykv_kernels.ops.quantize_weights_int8`."""
+    outputs, inputs = weight.shape
+    groups = -(-inputs // WEIGHT_GROUP)
+    padded = F.pad(weight.detach().float(), (0, groups * WEIGHT_GROUP - inputs)).view(outputs, groups, WEIGHT_GROUP)
+    # a group of zeros, or one so small that its step is zero, has codes of 0
+    scales = padded.abs().amax(dim=-1) / 127.0
+    steps = torch.where(scales > 0, scales, 1.0)
+    codes = (padded / steps[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Int8Weights(codes.view(outputs, -1)[:, :inputs].contiguous(), scales)
+
+
+def dequantize_weights(weight: Int8Weights) -> Tensor:
+    """What int8 weights stand for: ``[out, in]`` float32, each weight rounded once."""
+    inputs = weight.codes.shape[1]
+    return weight.codes.float() * weight.scales.repeat_interleave(WEIGHT_GROUP, dim=1)[:, :inputs]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
+
+from tokenizers import pre_tokenizers
 
 WINDOW = 16
 """Tokens that are decoded together; more only while a character or a run of byte tokens is unfinished."""
@@ -16,6 +19,56 @@ def decode_ids(tokenizer: Any, token_ids: list[int]) -> str:
     """The text of generated ids: special tokens left out, spaces as generated."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
+
+
+def token_text(tokenizer: Any, token_id: int) -> tuple[str, bytes | None]:
+    """One token by itself.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        token_id: any id.
+
+    Returns:
+        Its text, a leading space included and half a character as U+FFFD; special tokens have one too. Then its bytes, of
+        which those of consecutive tokens join to characters; None where the tokenizer does not tell them.
+    """
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:  # an id that the model has and the tokenizer has not
+        return "", None
+    alone = _decode_all(tokenizer, [token_id])
+    raw: bytes | None
+    if _BYTE_TOKEN.fullmatch(token) and alone != token:
+        raw = bytes.fromhex(token[3:5])
+    else:
+        raw = _byte_level(token)
+    if raw is not None and raw.decode(errors="replace") == alone:
+        return alone, raw
+    # a decoder may drop the space that starts a text, so the second of two shows what the token adds
+    twice = _decode_all(tokenizer, [token_id, token_id])
+    text = twice[len(alone) :] if twice.startswith(alone) else alone
+    if _REPLACEMENT in text and _REPLACEMENT not in token:
+        return text, None
+    return text, text.encode()
+
+
+def _decode_all(tokenizer: Any, token_ids: list[int]) -> str:
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """What byte-level tokenizers write for each byte: printable ones themselves, the others in order from U+0100 on."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = [byte for byte in range(256) if byte not in own.values()]
+    return {**own, **dict(zip(letters[len(own) :], others, strict=True))}
+
+
+def _byte_level(token: str) -> bytes | None:
+    """The bytes that a token of a byte-level tokenizer stands for, if it can be one."""
+    table = _byte_of_letter()
+    return bytes(table[letter] for letter in token) if all(letter in table for letter in token) else None
 
 
 class Detokenizer:

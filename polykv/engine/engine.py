@@ -179,6 +179,9 @@ class Engine:
         token_budget: rows of one forward. While answers are in progress it carries fewer prompt rows, so that no stream pauses
             for longer than three of its steps.
         num_threads: torch threads of the engine's thread; torch's default if None.
+        deterministic: a request's tokens and log-probabilities are bitwise the same whatever else runs, on any number of
+            threads of one machine and version. Costs little where the CPU kernels run; elsewhere requests no longer share
+            forwards.
 
     Raises:
         UnsupportedModelError: the model's attention cannot read a pool.
@@ -196,6 +199,7 @@ class Engine:
         max_waiting: int = DEFAULT_MAX_WAITING,
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         num_threads: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         check_at_least_one(
             max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads
@@ -205,9 +209,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)
         self.pool.check_model(model, tokenizer)
-        self._runner = ModelRunner(model)
+        self._runner = ModelRunner(model, deterministic=deterministic)
         self._scheduler = Scheduler(max_batch)
         self._pacer = Pacer(token_budget)
+        self._chunk = token_budget if self._runner.one_by_one else None
         self.max_waiting = max_waiting
         self._eos_ids = _eos_ids(model, tokenizer)
         self._num_threads = num_threads
@@ -445,7 +450,8 @@ class Engine:
                 self._drop_ended()
                 self._advance_build()
                 self._admit()
-                batch = self._scheduler.next_batch(self._pacer.prompt_rows(self._scheduler.decoding), self._build)
+                rows = self._pacer.prompt_rows(self._scheduler.decoding)
+                batch = self._scheduler.next_batch(rows, self._build, self._chunk)
                 if batch.work or batch.build:
                     self._step(batch)
         except BaseException as error:

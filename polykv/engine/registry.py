@@ -17,9 +17,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from polykv.engine.engine import DEFAULT_MAX_BATCH, Engine, check_at_least_one
+from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_at_least_one
 from polykv.errors import EngineClosedError, ModelNotFoundError
-from polykv.models.loading import ProgressCallback, check_device, check_dtype, check_source, load_model
+from polykv.models.loading import (
+    ProgressCallback,
+    check_device,
+    check_dtype,
+    check_source,
+    check_weights,
+    load_model,
+)
 
 OBJECT_PREFIX = "object:"
 
@@ -36,6 +43,9 @@ class EngineSpec:
         trust_remote_code: see :func:`polykv.load_model`.
         max_batch: requests that run at once.
         num_threads: torch threads of the engine, or None for torch's default.
+        max_waiting: requests that wait.
+        deterministic: see :class:`Engine`.
+        weights: see :func:`polykv.load_model`.
 
     Raises:
         InvalidRequestError: a value is out of range or unknown.
@@ -48,16 +58,20 @@ class EngineSpec:
     trust_remote_code: bool = False
     max_batch: int = DEFAULT_MAX_BATCH
     num_threads: int | None = None
+    max_waiting: int = DEFAULT_MAX_WAITING
+    deterministic: bool = False
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        check_at_least_one(max_batch=self.max_batch, num_threads=self.num_threads)
+        check_at_least_one(max_batch=self.max_batch, max_waiting=self.max_waiting, num_threads=self.num_threads)
         check_device(self.device)
         check_dtype(self.dtype)
+        check_weights(self.weights)
 
     @property
     def weights_key(self) -> tuple[object, ...]:
         """What decides which weights are loaded; engines that differ only in batching share them."""
-        return (self.model, self.device, self.dtype, self.revision, self.trust_remote_code)
+        return (self.model, self.device, self.dtype, self.revision, self.trust_remote_code, self.weights)
 
 
 @dataclass(eq=False)
@@ -93,7 +107,7 @@ def register_object(model: PreTrainedModel, tokenizer: Any) -> tuple[str, Loaded
         # random, so that a pickle or a cached answer of another process never meets this model
         name = f"{OBJECT_PREFIX}{base}#{secrets.token_hex(4)}"
         loaded = LoadedModel(model, tokenizer)
-        _weights[(name, None, None, None, False)] = loaded
+        _weights[EngineSpec(name).weights_key] = loaded
         return name, loaded
 
 
@@ -150,13 +164,19 @@ class EngineReference:
                             dtype=spec.dtype,
                             revision=spec.revision,
                             trust_remote_code=spec.trust_remote_code,
+                            weights=spec.weights,
                             progress=progress,
                         )
                     )
                     _weights[spec.weights_key] = weights
                 entry.weights = weights
                 entry.engine = Engine(
-                    weights.model, weights.tokenizer, max_batch=spec.max_batch, num_threads=spec.num_threads
+                    weights.model,
+                    weights.tokenizer,
+                    max_batch=spec.max_batch,
+                    max_waiting=spec.max_waiting,
+                    num_threads=spec.num_threads,
+                    deterministic=spec.deterministic,
                 )
             return entry.engine
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from polykv.engine.scheduler import Batch
+from polykv.models.invariant import use_invariant_activations, why_not_invariant
 from polykv.models.step import run_step
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -14,10 +20,26 @@ class ModelRunner:
 
     Args:
         model: an attached model.
+        deterministic: give a request's rows the same bits whatever else is in the batch. Where kernels allow it all rows
+            still share a forward; elsewhere each request gets one of its own.
+
+    Attributes:
+        one_by_one: whether each request gets a forward of its own.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, deterministic: bool = False) -> None:
         self.model = model
+        self.deterministic = deterministic
+        self.one_by_one = False
+        if deterministic:
+            use_invariant_activations(model)
+            reason = why_not_invariant(model)
+            if reason is not None:
+                self.one_by_one = True
+                logger.warning(
+                    "deterministic=True runs every request in a forward of its own, which is slower with many: %s",
+                    reason,
+                )
 
     def forward(self, batch: Batch) -> Tensor:
         """Computes the batch's rows; their keys and values are in the tails afterwards.
@@ -28,4 +50,7 @@ class ModelRunner:
         Raises:
             IncompatiblePoolError: the model's attention implementation was changed and would ignore the tails.
         """
-        return run_step(self.model, batch.pieces())
+        pieces = batch.pieces()
+        if self.one_by_one:
+            return torch.cat([run_step(self.model, [piece], invariant=True) for piece in pieces])
+        return run_step(self.model, pieces, invariant=self.deterministic)

@@ -236,17 +236,18 @@ class Scheduler:
         """Running requests that have begun their answers."""
         return sum(bool(s.generated) for s in self.running)
 
-    def next_batch(self, prompt_rows: int, build: SegmentBuild | None = None) -> Batch:
+    def next_batch(self, prompt_rows: int, build: SegmentBuild | None = None, chunk: int | None = None) -> Batch:
         """The next forward; its ``work`` and ``build`` are empty when nothing runs.
 
         Args:
             prompt_rows: rows that prompts and the segment may have together.
             build: a segment in the making, or None.
+            chunk: give each prompt and the segment exactly this many rows of what they have left, whatever else runs.
         """
         decoding = [Work(s, 1) for s in self.running if s.generated]
         prompts = [s for s in self.running if not s.generated]
         wanted = [len(s.pending) for s in prompts] + ([build.remaining] if build is not None else [])
-        shares = share_rows(wanted, prompt_rows)
+        shares = share_rows(wanted, prompt_rows) if chunk is None else [min(rows, chunk) for rows in wanted]
         work = decoding + [Work(s, rows) for s, rows in zip(prompts, shares, strict=False) if rows]
         if build is not None and shares[-1]:
             return Batch(work, build, shares[-1])

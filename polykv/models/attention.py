@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from polykv.errors import IncompatiblePoolError, UnsupportedModelError
+from polykv.models.linear import use_fast_linears
 from polykv.models.support import check_supported, embedding_weight, head_dim
 from polykv_kernels import ops
 
@@ -198,6 +199,7 @@ def attach(model: PreTrainedModel) -> None:
         if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
             return
         # on the inner model, which every forward goes through; partial() and not a closure, for copies' sake
+        use_fast_linears(model)
         model.base_model.register_forward_pre_hook(partial(_check_forward, model), with_kwargs=True)
         model.__dict__["generate"] = _CheckedGenerate(model)
 

@@ -42,7 +42,7 @@ class ModelIdentity:
         name: where the model came from; for messages, never compared.
         model_type: ``config.model_type``.
         revision: commit of a hub download, else empty.
-        weights: digest over every parameter's name, shape, dtype and a sample of its values.
+        weights: digest over every parameter's and buffer's name, shape, dtype and a sample of its values.
         config: canonical JSON of what else in the configuration changes keys and values (windows, norms, head counts).
         rope: canonical JSON of the RoPE parameters.
         adapter: active adapters, else empty.
@@ -129,7 +129,8 @@ def _config_digest(config: dict[str, Any]) -> str:
 
 def _weights_digest(model: PreTrainedModel) -> str:
     sha = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    # buffers too: quantised weights are some
+    for name, parameter in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
         flat = parameter.detach().reshape(-1)
         count = min(flat.numel(), _SAMPLES_PER_WEIGHT)
         picks = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from polykv.models.attention import VIEW_KEY, check_attached, exclusively, no_mask
+from polykv.models.linear import fast_linears
 from polykv.models.support import embedding_weight
 from polykv.models.tails import Tail
 from polykv_kernels import RaggedBatch, ops
@@ -112,12 +113,13 @@ class _StepCache(Cache):
         return key_states, value_states
 
 
-def run_step(model: PreTrainedModel, pieces: Sequence[Piece]) -> Tensor:
+def run_step(model: PreTrainedModel, pieces: Sequence[Piece], *, invariant: bool = False) -> Tensor:
     """Computes the pieces' tokens in one forward; their keys and values are committed to the tails if it succeeds.
 
     Args:
         model: an attached model.
         pieces: at least one, of different tails.
+        invariant: use our own linear layers at any number of rows, whose results do not depend on how many there are.
 
     Returns:
         Logits ``[n, V]`` of the last token of each piece that wants them, in order.
@@ -135,7 +137,7 @@ def run_step(model: PreTrainedModel, pieces: Sequence[Piece]) -> Tensor:
         if piece.wants_logits:
             wanted.append(len(ids) - 1)
     check_attached(model)
-    with exclusively(model), torch.inference_mode():
+    with exclusively(model), torch.inference_mode(), fast_linears(always=invariant):
         row_positions = torch.tensor(positions, device=device)
         output = model(
             input_ids=torch.tensor([ids], device=device),

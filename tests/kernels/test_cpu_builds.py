@@ -46,7 +46,7 @@ ADDRESS_OPTIONS = "max_malloc_fill_size=268435456:malloc_fill_byte=255"
 THREAD_FLAGS = ("-fsanitize=thread", "-g", "-O1")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 BOUND = BOUNDS[torch.float32]
-SHARED, RAGGED, MERGE, ENCODE_KEYS, ENCODE_VALUES = range(5)
+SHARED, RAGGED, MERGE, ENCODE_KEYS, ENCODE_VALUES, LINEAR = range(6)
 SIGN_SEED = 7
 
 
@@ -192,6 +192,25 @@ def encode_values_case(
     return Case([ENCODE_VALUES, *sizes], [values, signs, torch.tensor(LLOYD_MAX_3BIT)], check)
 
 
+def linear_case(rows: int, outputs: int, inputs: int, kind: torch.dtype, bias: bool, threads: int = 1) -> Case:
+    x, weight, added = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs) * bias
+    scales = None
+    if kind == torch.int8:
+        packed = reference.quantize_weights_int8(weight)
+        stored, scales, meant = packed.codes, packed.scales, reference.dequantize_weights(packed)
+    else:
+        stored = meant = weight.to(kind)
+    want = x.double() @ meant.double().T + added
+
+    def check(outputs_: list[bytes]) -> None:
+        got = tensor(outputs_[0], torch.float32, rows, outputs)
+        assert (got - want).norm() <= BOUND * (want.norm() + (x.norm(dim=1, keepdim=True) * meant.norm(dim=1)).norm())
+
+    dtype = 3 if kind == torch.int8 else DTYPES[kind]
+    sizes = [rows, outputs, inputs, dtype, threads]
+    return Case([LINEAR, *sizes], [x, stored, scales, added if bias else None], check, outputs=1)
+
+
 def half(segment: EncodedKV, dtype: torch.dtype) -> EncodedKV:
     """A segment whose tokens are exact, in half precision."""
     return ops.store_exact(segment.exact.keys.to(dtype), segment.exact.values.to(dtype), segment.start)
@@ -238,6 +257,11 @@ def grid() -> tuple[Case, ...]:
     for shape, dtype, flag in itertools.product(shapes, DTYPES, (False, True)):
         cases.append(encode_keys_case(*shape, dtype, flag))
         cases.append(encode_values_case(*shape, dtype, flag))
+    sizes = ((1, 1, 1), (3, 5, 63), (6, 4, 64), (7, 9, 65), (13, 6, 1030), (140, 37, 1100))
+    for i, ((n, outputs, inputs), kind) in enumerate(itertools.product(sizes, (*DTYPES, torch.int8))):
+        cases.append(linear_case(n, outputs, inputs, kind, bool(i % 2)))
+    for n in range(1, 20) if FULL else (2, 4, 5, 8):
+        cases.append(linear_case(n, 11, 37, torch.int8 if n % 2 else torch.float32, True))
     return tuple(cases)
 
 
@@ -253,6 +277,8 @@ def shared_work() -> tuple[Case, ...]:
         merge_case(4096, 128, 4, threads=4),
         encode_keys_case(2, 2100, 128, torch.float32, False, threads=4),
         encode_values_case(2, 520, 128, torch.bfloat16, True, threads=4),
+        linear_case(15, 500, 576, torch.float32, True, threads=4),
+        linear_case(520, 70, 640, torch.int8, False, threads=4),
     ]
     return tuple(cases * (5 if FULL else 2))
 
@@ -392,7 +418,7 @@ def test_every_operation_is_right_on_an_emulated_aarch64_processor(for_aarch64):
 @pytest.mark.slow
 @pytest.mark.neon
 def test_threads_share_their_work_on_an_emulated_aarch64_processor(for_aarch64):
-    for_aarch64.check(shared_work()[: 7 if FULL else 3], "neon")
+    for_aarch64.check(shared_work()[: 9 if FULL else 3], "neon")
 
 
 def test_the_comparison_sees_a_wrong_result(tmp_path):
@@ -404,6 +430,7 @@ def test_the_comparison_sees_a_wrong_result(tmp_path):
         merge_case(3, 32, 2),
         encode_keys_case(1, 3, 32, torch.float32, False),
         encode_values_case(1, 3, 32, torch.float32, True),
+        linear_case(2, 3, 5, torch.float32, False),
     ]
     for case in cases:
         sizes = {
@@ -412,6 +439,7 @@ def test_the_comparison_sees_a_wrong_result(tmp_path):
             MERGE: (384, 12),
             ENCODE_KEYS: (2048, 64),
             ENCODE_VALUES: (36, 6),
+            LINEAR: (24,),
         }
         with pytest.raises(AssertionError):
             case.check([b"\0" * size for size in sizes[case.parameters[0]]])

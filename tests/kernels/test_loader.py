@@ -84,7 +84,7 @@ class Machine:
     def source(self, text: str) -> None:
         (self.cpu / "polykv_cpu.cpp").write_text(text)
 
-    def make_library(self, path: Path, abi: int = 1) -> Path:
+    def make_library(self, path: Path, abi: int = 2) -> Path:
         source = self.folder / "other.cpp"
         source.write_text(SOURCE % abi)
         return build.build_library(path, source=source, compiler=["g++"])
@@ -296,7 +296,7 @@ def test_a_prebuilt_library_needs_no_compiler(machine: Machine) -> None:
 def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, fault: str) -> None:
     path = machine.cpu / build.PREBUILT_NAME
     if fault == "other-abi":
-        machine.make_library(path, abi=2)
+        machine.make_library(path, abi=3)
     elif fault == "another-machine":
         content = bytearray(machine.make_library(path).read_bytes())
         content[18:20] = b"\xf3\x00"  # e_machine of ELF: RISC-V
@@ -312,7 +312,7 @@ def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, f
     assert "CXX is '/nowhere/g++'" in reason
     assert found["notes"][0] in reason
     if fault == "other-abi":
-        assert "ABI version 2, and this PolyKV needs 1" in reason
+        assert "ABI version 3, and this PolyKV needs 2" in reason
 
 
 def test_a_compiler_may_have_spaces_in_its_path_or_be_a_command(machine: Machine) -> None:

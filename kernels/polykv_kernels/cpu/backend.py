@@ -24,13 +24,14 @@ from torch import Tensor
 from polykv_kernels import reference
 from polykv_kernels.cpu.loader import LibraryUnavailable, load
 from polykv_kernels.errors import BackendError
-from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, LloydMax3Values
+from polykv_kernels.layouts import LLOYD_MAX_3BIT, TILE_SIZE, EncodedKV, Int8Keys, Int8Weights, LloydMax3Values
 from polykv_kernels.tails import RaggedBatch
 
 MAX_HEAD_DIM = 256
 
 _ISA_ENVIRONMENT = "POLYKV_CPU_ISA"
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_INT8 = 3
 _NO_MEMORY, _BAD_ARGUMENT, _OVERFLOW = 1, 2, 3
 
 
@@ -84,6 +85,7 @@ def _declare(cdll: ctypes.CDLL) -> None:
         "merge": [POINTER(p), POINTER(p), i, n, n, p, p, i],
         "encode_keys": [p, i, n, n, i, n, i, p, p, p, i],
         "encode_values": [p, i, n, n, i, n, i, p, i, p, i, p, p, i],
+        "linear": [p, n, n, p, i, n, p, n, p, n, n, p, i],
         "select_isa": [c_char_p],
     }
     for name, arguments in signatures.items():
@@ -179,6 +181,15 @@ def supports(dtype: torch.dtype, head_dim: int, *, encode: bool = False) -> str 
     return None
 
 
+def supports_linear(x: torch.dtype, weight: torch.dtype) -> str | None:
+    """Why the kernels do not take these dtypes in a linear layer, or None; int8 is that of :class:`Int8Weights`."""
+    if x not in _DTYPES:
+        return f"the cpu kernels take rows in float32, float16 and bfloat16, not {x} (float64 is for the oracle)"
+    if weight not in _DTYPES and weight != torch.int8:
+        return f"the cpu kernels take weights in float32, float16, bfloat16 and int8, not {weight}"
+    return None
+
+
 def describe() -> dict[str, Any]:
     """What is in use, for :func:`polykv_kernels.show_config`: path, origin and notes of the library, isa, threads."""
     cdll = _library()
@@ -261,6 +272,24 @@ def _floats(x: Tensor) -> Tensor:
     return x.float().resolve_neg().contiguous()
 
 
+def _segment_plan(encoded: EncodedKV) -> tuple[Any, Any]:
+    """Pointers to the structs of a segment's exact and packed parts; None for a part that it does not have."""
+    plan = encoded.plan.get("cpu")
+    if plan is None:
+        exact = packed = None
+        held: list[Any] = []  # what the addresses point into must live as long as they do
+        if encoded.exact is not None:
+            keys, values = _readable(encoded.exact.keys), _readable(encoded.exact.values)
+            exact = _dense(keys, values)
+            held += [keys, values]
+        if encoded.keys is not None and encoded.values is not None:
+            packed = _packed(encoded.keys, encoded.values, encoded.head_dim)
+            held += [_levels(), _signs(encoded.values.sign_seed, encoded.head_dim)]
+        plan = (byref(exact) if exact is not None else None, byref(packed) if packed is not None else None, held)
+        encoded.plan["cpu"] = plan
+    return plan[0], plan[1]
+
+
 def shared_attention(
     q: Tensor,
     encoded: EncodedKV,
@@ -283,13 +312,7 @@ def shared_attention(
     if window is not None:
         assert q_positions is not None
         first_visible = (q_positions.long() - (window - 1 + encoded.start)).contiguous()
-    exact = packed = None
-    if encoded.exact is not None:
-        # bound to names: they must outlive the call
-        keys, values = _readable(encoded.exact.keys), _readable(encoded.exact.values)
-        exact = byref(_dense(keys, values))
-    if encoded.keys is not None and encoded.values is not None:
-        packed = byref(_packed(encoded.keys, encoded.values, head_dim))
+    exact, packed = _segment_plan(encoded)
     _check(
         _library().polykv_cpu_shared_attention(
             query.data_ptr(),
@@ -525,3 +548,48 @@ def encode_values_lloyd3(values: Tensor, *, sign_seed: int | None, least_squares
         raise reference.value_too_long(values)
     _check(status)
     return LloydMax3Values(codes, scales, sign_seed)
+
+
+# --------------------------------------------------------------------------------------------- linear layers
+
+
+def linear(x: Tensor, weight: Tensor | Int8Weights, bias: Tensor | None) -> Tensor:
+    """See :func:`polykv_kernels.ops.linear`. Called for every layer of every step: hence its economy."""
+    if isinstance(weight, Int8Weights):
+        stored, scales, dtype = weight.codes, weight.scales, _INT8
+        scale_address, scale_stride = scales.data_ptr(), scales.stride(0)
+    else:
+        stored = weight
+        if stored.stride(1) != 1 or stored.is_neg():  # no model's layer is so
+            stored = stored.resolve_neg().contiguous()
+        dtype, scale_address, scale_stride = _DTYPES[stored.dtype], None, 0
+    outputs, inputs = stored.shape
+    rows = x if x.dtype is torch.float32 and not x.is_neg() else x.float().resolve_neg()
+    if rows.is_contiguous():
+        stride = inputs
+    else:
+        rows = rows.reshape(-1, inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        stride = rows.stride(0)
+    if bias is not None and (bias.dtype is not torch.float32 or bias.stride(0) != 1 or bias.is_neg()):
+        bias = _floats(bias)
+    out = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
+    status = _library().polykv_cpu_linear(
+        rows.data_ptr(),
+        rows.numel() // inputs,
+        stride,
+        stored.data_ptr(),
+        dtype,
+        stored.stride(0),
+        scale_address,
+        scale_stride,
+        None if bias is None else bias.data_ptr(),
+        outputs,
+        inputs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if status:
+        _check(status)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)

@@ -36,7 +36,7 @@ __all__ = ["ABI_VERSION", "Library", "LibraryUnavailable", "Origin", "load"]
 
 logger = logging.getLogger("polykv.kernels")
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """What ``polykv_cpu_abi_version()`` must return: both change whenever a C signature does."""
 
 LOCK_TIMEOUT = 180.0

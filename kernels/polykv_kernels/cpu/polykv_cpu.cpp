@@ -1,4 +1,4 @@
-// Attention on packed keys and values, and their encoding, for the CPU.
+// Attention on packed keys and values, their encoding, and linear layers, for the CPU.
 //
 // One file, a plain C interface at its end, no dependency but the C++17 standard library and POSIX threads. Notation
 // and layouts are those of layouts.py: Hkv KV heads, T tokens, D head dim (a multiple of 16, at most 256), tiles of 64
@@ -48,12 +48,21 @@ constexpr int kSumChannels = 64;  // products added up in one chain: a longer on
 constexpr int kMinTilesPerUnit = 8;   // joining the partial results of shorter units would be felt
 constexpr int kTargetUnits = 64;      // enough to keep many threads busy to the end
 constexpr int kMaxCausalUnits = 32;   // 16,384 tokens
+constexpr int kMaxInputs = 1024;  // of a linear layer, whose products are added up in one go
+constexpr int kScaleInputs = 64;  // inputs that share a scale of int8 weights
+constexpr int64_t kFewNumbers = 128 << 10;  // of x, up to which all of it stays in the cache while the weights pass
+constexpr int64_t kFetchRows = 10;  // with which the arithmetic of a linear layer takes as long as the fetching of its weights
+constexpr int64_t kSerialLinear = 2 << 20;  // kSerialWork for linear layers, which come one after another: workers are awake
+constexpr int64_t kUnitsPerThread = 6;
+constexpr int64_t kMinUnitOutputs = 8;
+constexpr int64_t kMaxUnitOutputs = 32;  // whose weights stay in the cache
+constexpr int64_t kMaxUnitRows = 256;
 constexpr int64_t kSerialWork = 6 << 20;  // multiply-adds (0.1 ms or so) below which waking threads costs more than it saves
 constexpr float kInf = __builtin_huge_valf();
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 
-enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
 enum Status : int32_t { kOk = 0, kNoMemory = 1, kBadArgument = 2, kOverflow = 3 };
 
 }  // namespace
@@ -386,6 +395,22 @@ Scratch& scratch() {
   return instance;
 }
 
+struct Linear {  // y = x W^T + bias for some rows and outputs; strides count elements, last axes are contiguous
+  const float* x = nullptr;      // [rows, inputs]
+  const void* weight = nullptr;  // [outputs, inputs]
+  const float* scales = nullptr; // [outputs, ceil(inputs / 64)] for int8 weights
+  const float* bias = nullptr;   // [outputs], or null
+  float* y = nullptr;            // [rows, outputs]
+  int64_t x_stride = 0;
+  int64_t weight_stride = 0;
+  int64_t scale_stride = 0;
+  int64_t y_stride = 0;
+  int64_t rows = 0;
+  int64_t outputs = 0;
+  int64_t inputs = 0;
+  int32_t dtype = kFloat32;  // of the weight
+};
+
 // What a pass over part 2 provides.
 struct Kernels {
   const char* name;
@@ -398,6 +423,8 @@ struct Kernels {
   float (*largest)(const void* data, int64_t stride, int32_t dtype, int64_t tokens, int head_dim);
   float (*encode_value)(const void* value, int32_t dtype, int head_dim, const float* signs, int block,
                         const float* levels, bool least_squares, uint8_t* codes, uint16_t* scale, Scratch&);
+  bool (*linear)(const Linear&, Scratch&);  // false: no memory
+  int linear_rows;                          // of a panel
 };
 
 }  // namespace
@@ -708,7 +735,7 @@ int32_t attend(const Request* requests, int64_t num_requests, int32_t num_heads,
 
 #define POLYKV_API extern "C" __attribute__((visibility("default")))
 
-POLYKV_API int32_t polykv_cpu_abi_version() { return 1; }
+POLYKV_API int32_t polykv_cpu_abi_version() { return 2; }
 
 // Name of the instruction set in use.
 POLYKV_API const char* polykv_cpu_isa() { return kernels().name; }
@@ -926,6 +953,60 @@ POLYKV_API int32_t polykv_cpu_encode_values(const void* values, int32_t dtype, i
                   head_dim,     signs,          hadamard_block, levels, least_squares != 0, codes, scales};
   parallel(run_values, &call, num_kv_heads * call.tiles, 16 * num_kv_heads * tokens * head_dim, threads);
   return call.no_memory.load() ? kNoMemory : call.overflow.load() ? kOverflow : kOk;
+}
+
+namespace {
+
+struct LinearCall {
+  const Kernels* kernels;
+  Linear whole;
+  int64_t unit_outputs, unit_rows, row_units;
+  std::atomic<bool> failed{false};
+};
+
+void run_linear(void* context, int64_t index) {
+  LinearCall& c = *static_cast<LinearCall*>(context);
+  // units that share weights follow each other, so that all but the first find them in a cache
+  const int64_t output = index / c.row_units * c.unit_outputs, row = index % c.row_units * c.unit_rows;
+  Linear part = c.whole;
+  const int64_t size = part.dtype == kFloat32 ? 4 : part.dtype == kInt8 ? 1 : 2;
+  part.x += row * part.x_stride;
+  part.weight = static_cast<const char*>(part.weight) + output * part.weight_stride * size;
+  if (part.scales != nullptr) part.scales += output * part.scale_stride;
+  if (part.bias != nullptr) part.bias += output;
+  part.y += row * part.y_stride + output;
+  part.rows = part.rows - row < c.unit_rows ? part.rows - row : c.unit_rows;
+  part.outputs = part.outputs - output < c.unit_outputs ? part.outputs - output : c.unit_outputs;
+  if (!c.kernels->linear(part, scratch())) c.failed.store(true);
+}
+
+}  // namespace
+
+// y [rows, outputs] = x [rows, inputs] W^T + bias [outputs] (or null). weight [outputs, inputs] of any Dtype; scales
+// [outputs, ceil(inputs / 64)] for int8, else null. A number of y has the same bits in any company of rows and on any number
+// of threads.
+POLYKV_API int32_t polykv_cpu_linear(const float* x, int64_t rows, int64_t x_stride, const void* weight, int32_t dtype,
+                                     int64_t weight_stride, const float* scales, int64_t scale_stride,
+                                     const float* bias, int64_t outputs, int64_t inputs, float* y, int32_t threads) {
+  if (rows < 0 || outputs < 0 || inputs <= 0 || dtype < kFloat32 || dtype > kInt8) return kBadArgument;
+  if ((dtype == kInt8) != (scales != nullptr)) return kBadArgument;
+  if (rows == 0 || outputs == 0) return kOk;
+  LinearCall call;
+  call.kernels = &kernels();
+  call.whole = Linear{x, weight, scales, bias, y, x_stride, weight_stride, scale_stride, outputs, rows, outputs, inputs,
+                      dtype};
+  const int64_t weights = outputs * inputs;
+  // in multiply-adds; a weight takes as long to fetch as some of them
+  const int64_t work = weights * (rows > kFetchRows ? rows : kFetchRows);
+  if (work < kSerialLinear) threads = 1;
+  const int64_t wanted = threads > 1 ? (outputs / (threads * kUnitsPerThread) + 3) / 4 * 4 : kMaxUnitOutputs;
+  call.unit_outputs = wanted < kMinUnitOutputs ? kMinUnitOutputs : wanted > kMaxUnitOutputs ? kMaxUnitOutputs : wanted;
+  const int64_t panel = call.kernels->linear_rows, most = kMaxUnitRows / panel * panel;
+  call.unit_rows = rows < most ? rows : most;
+  call.row_units = (rows + call.unit_rows - 1) / call.unit_rows;
+  parallel(run_linear, &call, (outputs + call.unit_outputs - 1) / call.unit_outputs * call.row_units,
+           threads > 1 ? kSerialWork : 0, threads);
+  return call.failed.load() ? kNoMemory : kOk;
 }
 
 #else  // POLYKV_KERNEL_PASS
@@ -1832,6 +1913,342 @@ static float encode_value(const void* value, int32_t dtype, int head_dim, const 
   return exact;
 }
 
+// ---- linear layers
+//
+// Weights are read as torch keeps them, [outputs, inputs], so the vectors' lanes are inputs: a tile of up to kLinearRows rows
+// and four outputs is accumulated in registers, and each accumulator's lanes are added up at the end, four accumulators at
+// once. A block of at most kMaxInputs inputs is summed in one go, and the blocks' sums are added. Which products are added in
+// which order depends on the number of inputs alone.
+
+#if defined(POLYKV_AVX512)
+
+constexpr int kLinearRows = 6;  // 24 of 32 registers accumulate
+using v4 = __m128;
+
+// Sums of the lanes of each of four vectors.
+POLYKV_INLINE v4 sum_four(vf a, vf b, vf c, vf d) {
+  const vf ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const vf cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const vf x = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+}
+POLYKV_INLINE vf load_first(const float* p, int n) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+}
+
+#elif defined(POLYKV_AVX2)
+
+constexpr int kLinearRows = 3;  // 12 of 16
+using v4 = __m128;
+
+POLYKV_INLINE v4 sum_four(vf a, vf b, vf c, vf d) {
+  const vf ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const vf cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const vf x = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+#elif defined(POLYKV_NEON)
+
+constexpr int kLinearRows = 6;  // 24 of 32
+using v4 = vf;
+
+POLYKV_INLINE v4 sum_four(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+
+#else
+
+constexpr int kLinearRows = 3;
+using v4 = vf;
+
+POLYKV_INLINE v4 sum_four(vf a, vf b, vf c, vf d) { return v4{sum_lanes(a), sum_lanes(b), sum_lanes(c), sum_lanes(d)}; }
+
+#endif
+
+#if defined(POLYKV_AVX512) || defined(POLYKV_AVX2)
+POLYKV_INLINE v4 load4(const float* p) { return _mm_loadu_ps(p); }
+POLYKV_INLINE void store4(float* p, v4 x) { _mm_storeu_ps(p, x); }
+POLYKV_INLINE v4 add4(v4 a, v4 b) { return _mm_add_ps(a, b); }
+#else
+POLYKV_INLINE v4 load4(const float* p) { return load(p); }
+POLYKV_INLINE void store4(float* p, v4 x) { store(p, x); }
+POLYKV_INLINE v4 add4(v4 a, v4 b) { return add(a, b); }
+#endif
+
+// The first n of a vector's numbers, the others 0; nothing past them is read.
+#if !defined(POLYKV_AVX512)
+POLYKV_INLINE vf load_first(const float* p, int n) {
+  float x[kWidth] = {};
+  for (int i = 0; i < n; ++i) x[i] = p[i];
+  return load(x);
+}
+#endif
+
+// One output's weights.
+struct FloatWeights {
+  const float* p;
+  POLYKV_INLINE vf get(const FloatWeights& w, int k) { return load(w.p + k); }
+  POLYKV_INLINE vf get_first(const FloatWeights& w, int k, int n) { return load_first(w.p + k, n); }
+};
+
+template <bool kBfloat>
+struct HalfWeights {
+  const uint16_t* p;
+  POLYKV_INLINE vf get(const HalfWeights& w, int k) { return kBfloat ? load_bfloat(w.p + k) : load_half(w.p + k); }
+  POLYKV_INLINE vf get_first(const HalfWeights& w, int k, int n) {
+    uint16_t x[kWidth] = {};
+    for (int i = 0; i < n; ++i) x[i] = w.p[k + i];
+    return get(HalfWeights{x}, 0);
+  }
+};
+
+struct CodeWeights {
+  const int8_t* p;
+  const float* scales;
+  POLYKV_INLINE vf get(const CodeWeights& w, int k) { return mul(load_int8(w.p + k), all(w.scales[k / kScaleInputs])); }
+  POLYKV_INLINE vf get_first(const CodeWeights& w, int k, int n) {
+    int8_t x[kWidth] = {};
+    for (int i = 0; i < n; ++i) x[i] = w.p[k + i];
+    return mul(load_int8(x), all(w.scales[k / kScaleInputs]));
+  }
+};
+
+template <class Weights>
+constexpr bool kWidens = sizeof *Weights{}.p < sizeof(float);
+
+// From where a block of inputs begins (a multiple of 64).
+POLYKV_INLINE FloatWeights weights_at(const FloatWeights*, const Linear& a, int64_t output, int64_t input) {
+  return FloatWeights{static_cast<const float*>(a.weight) + output * a.weight_stride + input};
+}
+template <bool kBfloat>
+POLYKV_INLINE HalfWeights<kBfloat> weights_at(const HalfWeights<kBfloat>*, const Linear& a, int64_t output,
+                                              int64_t input) {
+  return HalfWeights<kBfloat>{static_cast<const uint16_t*>(a.weight) + output * a.weight_stride + input};
+}
+POLYKV_INLINE CodeWeights weights_at(const CodeWeights*, const Linear& a, int64_t output, int64_t input) {
+  return CodeWeights{static_cast<const int8_t*>(a.weight) + output * a.weight_stride + input,
+                     a.scales + output * a.scale_stride + input / kScaleInputs};
+}
+
+struct Around {  // what a tile needs besides its operands
+  const float* bias;   // of the first output, to be added to the sums, or null
+  int outputs;         // of the four that exist
+  bool first;          // block of inputs: the sums replace y, else they are added to it
+  const char* ahead;   // what is asked for meanwhile, four cache lines a vector of inputs,
+  int64_t ahead_step;  // and bytes from there to the next vector's
+};
+
+// sums [rows][4] go to y or are added to it, and the bias last.
+static void put_sums(const float* sums, int rows, const Around& around, float* y, int64_t y_stride) {
+  float bias[4] = {};
+  if (around.bias != nullptr) {
+    for (int j = 0; j < around.outputs; ++j) bias[j] = around.bias[j];
+  }
+  const v4 b = load4(bias);
+  for (int r = 0; r < rows; ++r, sums += 4, y += y_stride) {
+    float four[4];
+    float* to = around.outputs == 4 ? y : four;
+    v4 sum = load4(sums);
+    if (!around.first) {
+      for (int j = 0; to != y && j < 4; ++j) four[j] = j < around.outputs ? y[j] : 0.0f;
+      sum = add4(load4(to), sum);
+    }
+    if (around.bias != nullptr) sum = add4(sum, b);
+    store4(to, sum);
+    for (int j = 0; to != y && j < around.outputs; ++j) y[j] = four[j];
+  }
+}
+
+// y[r][o] (+)= sum_k x[r][k] w[o][k] for MR rows and four outputs.
+template <int MR, class Weights>
+static void linear_tile(const float* x, int64_t x_stride, const Weights (&w)[4], int inputs, const Around& around, float* y,
+                        int64_t y_stride) {
+  vf acc[MR][4];
+  POLYKV_UNROLL
+  for (int r = 0; r < MR; ++r) {
+    POLYKV_UNROLL
+    for (int j = 0; j < 4; ++j) acc[r][j] = all(0.0f);
+  }
+  const int whole = inputs / kWidth * kWidth;
+  const char* ahead = around.ahead;
+  for (int k = 0; k < whole; k += kWidth) {
+    vf a[MR];
+    POLYKV_UNROLL
+    for (int r = 0; r < MR; ++r) a[r] = load(x + r * x_stride + k);
+    POLYKV_UNROLL
+    for (int r = 0; r < MR; ++r) POLYKV_KEEP(a[r]);
+    POLYKV_UNROLL
+    for (int j = 0; j < 4; ++j) __builtin_prefetch(ahead + 64 * j, 0, 3);
+    ahead += around.ahead_step;
+    POLYKV_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      vf b = Weights::get(w[j], k);
+      POLYKV_KEEP(b);
+      POLYKV_UNROLL
+      for (int r = 0; r < MR; ++r) acc[r][j] = fma(a[r], b, acc[r][j]);
+    }
+  }
+  if (whole < inputs) {
+    const int n = inputs - whole;
+    vf a[MR];
+    POLYKV_UNROLL
+    for (int r = 0; r < MR; ++r) a[r] = load_first(x + r * x_stride + whole, n);
+    POLYKV_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const vf b = Weights::get_first(w[j], whole, n);
+      POLYKV_UNROLL
+      for (int r = 0; r < MR; ++r) acc[r][j] = fma(a[r], b, acc[r][j]);
+    }
+  }
+  float sums[4 * MR];
+  POLYKV_UNROLL
+  for (int r = 0; r < MR; ++r) store4(sums + 4 * r, sum_four(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
+  put_sums(sums, MR, around, y, y_stride);
+}
+
+template <class Weights>
+POLYKV_INLINE void linear_panel(const Linear& a, int64_t row, int rows, const Weights (&w)[4], int64_t input, int inputs,
+                                const Around& around, int64_t output) {
+  const float* x = a.x + row * a.x_stride + input;
+  float* y = a.y + row * a.y_stride + output;
+#define POLYKV_ROWS(MR) \
+  case MR:              \
+    return linear_tile<MR, Weights>(x, a.x_stride, w, inputs, around, y, a.y_stride)
+  switch (rows) {
+    POLYKV_ROWS(1);
+    POLYKV_ROWS(2);
+    POLYKV_ROWS(3);
+#if defined(POLYKV_AVX512) || defined(POLYKV_NEON)
+    POLYKV_ROWS(4);
+    POLYKV_ROWS(5);
+    POLYKV_ROWS(6);
+#endif
+  }
+#undef POLYKV_ROWS
+}
+
+template <class Weights>
+POLYKV_INLINE void four_outputs(const Linear& a, int64_t output, int64_t input, Weights (&w)[4]) {
+  for (int j = 0; j < 4; ++j) {  // an output that does not exist is computed as the last one, and dropped
+    const int64_t o = output + j < a.outputs ? output + j : a.outputs - 1;
+    w[j] = weights_at(static_cast<const Weights*>(nullptr), a, o, input);
+  }
+}
+
+POLYKV_INLINE Around around_of(const Linear& a, int64_t output, int64_t input, int inputs) {
+  Around around;
+  around.outputs = static_cast<int>(a.outputs - output < 4 ? a.outputs - output : 4);
+  around.first = input == 0;
+  around.bias = a.bias != nullptr && input + inputs == a.inputs ? a.bias + output : nullptr;
+  around.ahead = reinterpret_cast<const char*>(a.x);  // nothing in particular
+  around.ahead_step = 0;
+  return around;
+}
+
+template <class Weights>
+static void widen_four(const Weights (&w)[4], int inputs, float* to) {
+  for (int j = 0; j < 4; ++j, to += kMaxInputs) {
+    const int whole = inputs / kWidth * kWidth;
+    for (int k = 0; k < whole; k += kWidth) store(to + k, Weights::get(w[j], k));
+    if (whole < inputs) store(to + whole, Weights::get_first(w[j], whole, inputs - whole));
+  }
+}
+
+// Rows that stay in the cache: four outputs after four outputs, whose weights come from memory. The next four outputs' are
+// asked for evenly during the work on these, since the processor's own prefetchers would fetch only while weights are being
+// read for the first time.
+template <class Weights>
+static void linear_few_rows(const Linear& a, int64_t each, float* widened) {
+  const int64_t panels = (a.rows + kLinearRows - 1) / kLinearRows;
+  const int64_t size = static_cast<int64_t>(sizeof *Weights{}.p), bytes = 4 * a.weight_stride * size;
+  const int64_t step = 4 * kWidth * size / panels;
+  for (int64_t output = 0; output < a.outputs; output += 4) {
+    Weights w[4];
+    four_outputs(a, output, 0, w);
+    const char* next = reinterpret_cast<const char*>(w[0].p) + bytes;
+    for (int64_t input = 0; input < a.inputs; input += each) {
+      const int inputs = static_cast<int>(a.inputs - input < each ? a.inputs - input : each);
+      Around around = around_of(a, output, input, inputs);
+      around.ahead = next + 4 * size * input;
+      around.ahead_step = step;
+      four_outputs(a, output, input, w);
+      FloatWeights floats[4];
+      if (widened != nullptr) {
+        widen_four(w, inputs, widened);
+        for (int j = 0; j < 4; ++j) floats[j] = FloatWeights{widened + j * kMaxInputs};
+      }
+      for (int64_t i = 0; i < panels; ++i) {
+        const int64_t row = a.rows * i / panels;
+        const int rows = static_cast<int>(a.rows * (i + 1) / panels - row);
+        if (widened != nullptr) {
+          linear_panel<FloatWeights>(a, row, rows, floats, input, inputs, around, output);
+        } else {
+          linear_panel<Weights>(a, row, rows, w, input, inputs, around, output);
+        }
+        around.ahead += 4 * size * inputs / panels;
+      }
+    }
+  }
+}
+
+template <class Weights>
+static void widen_all(const Linear& a, int64_t input, int inputs, float* to) {
+  for (int64_t output = 0; output < a.outputs; output += 4) {
+    Weights w[4];
+    four_outputs(a, output, input, w);
+    widen_four(w, inputs, to + output * kMaxInputs);
+  }
+}
+
+// Many rows: the outputs' weights stay in the cache, and a panel of rows with them.
+static void linear_many_rows(const Linear& a, int64_t each,
+                             void (*widen)(const Linear&, int64_t input, int inputs, float* to), float* widened) {
+  const int64_t panels = (a.rows + kLinearRows - 1) / kLinearRows;
+  for (int64_t input = 0; input < a.inputs; input += each) {
+    const int inputs = static_cast<int>(a.inputs - input < each ? a.inputs - input : each);
+    Linear b = a;
+    if (widened != nullptr) {
+      widen(a, input, inputs, widened);
+      b.weight = widened - input;
+      b.weight_stride = kMaxInputs;
+    }
+    for (int64_t i = 0; i < panels; ++i) {
+      const int64_t row = a.rows * i / panels;
+      const int rows = static_cast<int>(a.rows * (i + 1) / panels - row);
+      for (int64_t output = 0; output < a.outputs; output += 4) {
+        FloatWeights w[4];
+        four_outputs(b, output, input, w);
+        linear_panel<FloatWeights>(a, row, rows, w, input, inputs, around_of(a, output, input, inputs), output);
+      }
+    }
+  }
+}
+
+template <class Weights>
+static bool linear_of(const Linear& a, Scratch& s) {
+  const int64_t blocks = (a.inputs + kMaxInputs - 1) / kMaxInputs;
+  const int64_t each = ((a.inputs + blocks - 1) / blocks + kScaleInputs - 1) / kScaleInputs * kScaleInputs;
+  const bool few = a.rows <= kLinearRows || a.rows * a.inputs <= kFewNumbers;
+  const bool widens = kWidens<Weights> && a.rows > kLinearRows;  // several panels share what was widened
+  if (widens && !s.memory.reserve(static_cast<size_t>((few ? 4 : (a.outputs + 3) / 4 * 4) * kMaxInputs))) return false;
+  float* widened = widens ? s.memory.data : nullptr;
+  if (few) {
+    linear_few_rows<Weights>(a, each, widened);
+  } else {
+    linear_many_rows(a, each, widen_all<Weights>, widened);
+  }
+  return true;
+}
+
+static bool linear(const Linear& a, Scratch& s) {
+  switch (a.dtype) {
+    case kFloat32: return linear_of<FloatWeights>(a, s);
+    case kFloat16: return linear_of<HalfWeights<false>>(a, s);
+    case kBfloat16: return linear_of<HalfWeights<true>>(a, s);
+    default: return linear_of<CodeWeights>(a, s);
+  }
+}
+
 static const Kernels kernels = {
 #if defined(POLYKV_AVX512)
     "avx512",
@@ -1842,6 +2259,6 @@ static const Kernels kernels = {
 #else
     "portable",
 #endif
-    attend, join, merge, encode_key_tile, largest, encode_value};
+    attend, join, merge, encode_key_tile, largest, encode_value, linear, kLinearRows};
 
 #endif  // POLYKV_KERNEL_PASS

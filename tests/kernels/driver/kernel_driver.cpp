@@ -56,7 +56,7 @@ struct Array {
   }
 };
 
-enum Operation { kShared = 0, kRagged = 1, kMerge = 2, kEncodeKeys = 3, kEncodeValues = 4 };
+enum Operation { kShared = 0, kRagged = 1, kMerge = 2, kEncodeKeys = 3, kEncodeValues = 4, kLinear = 5 };
 
 int32_t run_shared(const int64_t* p, FILE* in, FILE* results) {
   const int64_t rows = p[1], hq = p[2], hkv = p[3], d = p[4], exact_tokens = p[5], packed_tokens = p[7];
@@ -170,6 +170,20 @@ int32_t run_encode_values(const int64_t* p, FILE* in, FILE* results) {
   return status;
 }
 
+int32_t run_linear_case(const int64_t* p, FILE* in, FILE* results) {
+  const int64_t rows = p[1], outputs = p[2], inputs = p[3];
+  Array x, weight, scales, bias, y;
+  for (Array* a : {&x, &weight, &scales, &bias}) {
+    if (!a->read(in)) return -1;
+  }
+  y.allocate(rows * outputs * 4);
+  const int32_t status =
+      polykv_cpu_linear(x.as<float>(), rows, inputs, weight.data, static_cast<int32_t>(p[4]), inputs, scales.as<float>(),
+                        (inputs + 63) / 64, bias.as<float>(), outputs, inputs, y.as<float>(), static_cast<int32_t>(p[5]));
+  y.write(results);
+  return status;
+}
+
 int run(const char* cases, const char* results_path) {
   FILE* in = fopen(cases, "rb");
   FILE* results = fopen(results_path, "wb");
@@ -189,6 +203,7 @@ int run(const char* cases, const char* results_path) {
       case kMerge: status = run_merge_case(p, in, results); break;
       case kEncodeKeys: status = run_encode_keys(p, in, results); break;
       case kEncodeValues: status = run_encode_values(p, in, results); break;
+      case kLinear: status = run_linear_case(p, in, results); break;
     }
     if (status != 0) {
       fprintf(stderr, "case %lld: status %d\n", static_cast<long long>(count), status);
