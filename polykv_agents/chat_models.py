@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from polykv.codecs import DEFAULT_CODEC, get_codec
 from polykv.engine import Completion, Engine, Request, RequestHandle, SamplingParams
-from polykv.engine.engine import DEFAULT_MAX_BATCH
+from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING
 from polykv.engine.registry import EngineReference, EngineSpec, LoadedModel, register_object
 from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
 from polykv.models.loading import DEFAULT_MODEL, ProgressCallback
@@ -47,8 +47,12 @@ CALL_KEYWORDS = (
     "logit_bias",
     "logprobs",
     "top_logprobs",
+    "timeout",
+    "priority",
 )
 """Keyword arguments of ``invoke``, ``stream``, ``bind`` and their kin."""
+
+_REQUEST_KEYWORDS = ("timeout", "priority")  # those that are not about sampling
 
 _renderers: weakref.WeakKeyDictionary[Engine, dict[str | None, Renderer]] = weakref.WeakKeyDictionary()
 
@@ -137,8 +141,18 @@ class ChatPolyKV(BaseChatModel):
     """``"float32"``, ``"bfloat16"``, ...; float32 on a CPU by default, else the checkpoint's."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    weights: str | None = None
+    """``"int8"``: linear layers in 8 bits, for a quarter of their bytes and a small loss. None: as the checkpoint has them."""
+    timeout: float | None = None
+    """Seconds after which a call fails, waiting included; None for no limit."""
+    priority: int = 0
+    """Calls of a higher one start earlier when the engine is full; equal ones in order of arrival."""
     max_batch: int = DEFAULT_MAX_BATCH
     """Requests that run at once; further ones wait."""
+    max_waiting: int = DEFAULT_MAX_WAITING
+    """Requests that wait; further ones fail with ``EngineOverloaded``."""
+    deterministic: bool = False
+    """Answers and log-probabilities are the same to the last bit whatever else runs."""
     num_threads: int | None = None
     """torch threads of the engine."""
     trust_remote_code: bool = False
@@ -175,7 +189,7 @@ class ChatPolyKV(BaseChatModel):
         if not isinstance(model, str):
             if tokenizer is None:
                 raise InvalidRequestError("a loaded model needs its tokenizer: pass tokenizer= too")
-            ways = sorted(k for k in ("device", "dtype", "revision", "trust_remote_code") if kwargs.get(k))
+            ways = sorted(k for k in ("device", "dtype", "revision", "trust_remote_code", "weights") if kwargs.get(k))
             if ways:
                 raise InvalidRequestError(
                     f"{', '.join(ways)}: these say how to load a model by name, but a loaded model was given; "
@@ -186,6 +200,7 @@ class ChatPolyKV(BaseChatModel):
             raise InvalidRequestError(f"tokenizer= goes with a loaded model, but model is the name {model!r}")
         super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         get_codec(self.codec)
+        self._request_options({})
         self._sampling({}, None)
         spec = EngineSpec(
             self.model,
@@ -195,6 +210,9 @@ class ChatPolyKV(BaseChatModel):
             self.trust_remote_code,
             self.max_batch,
             self.num_threads,
+            self.max_waiting,
+            self.deterministic,
+            self.weights,
         )
         self._reference = EngineReference(spec, weights)
 
@@ -331,12 +349,17 @@ class ChatPolyKV(BaseChatModel):
         defaults = {
             name: value for name in CALL_KEYWORDS if name != "stop" and (value := getattr(self, name)) is not None
         }
-        values = {**defaults, **chosen}
+        values = {name: value for name, value in {**defaults, **chosen}.items() if name not in _REQUEST_KEYWORDS}
         if values.get("logprobs") is False and "top_logprobs" not in chosen:
             values.pop("top_logprobs", None)  # logprobs=False of a call switches this object's top_logprobs off too
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = _biases(values["logit_bias"])
         return SamplingParams(**values, stop=tuple(stops or ()))
+
+    def _request_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        options = {name: kwargs[name] if name in kwargs else getattr(self, name) for name in _REQUEST_KEYWORDS}
+        Request((0,), **options)  # says what is wrong with them before any work is done
+        return options
 
     def _prompt(self, messages: Sequence[BaseMessage]) -> tuple[list[int], KVSegment | None, dict[str, Any] | None]:
         """Token ids, the segment they start with, and what the answer's metadata will say of it."""
@@ -356,8 +379,9 @@ class ChatPolyKV(BaseChatModel):
         self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
     ) -> tuple[RequestHandle, dict[str, Any] | None]:
         sampling = self._sampling(kwargs, stop)
+        options = self._request_options(kwargs)
         ids, segment, facts = self._prompt(messages)
-        return self.engine.submit(Request(tuple(ids), segment, sampling)), facts
+        return self.engine.submit(Request(tuple(ids), segment, sampling, **options)), facts
 
     def _metadata(self, completion: Completion, facts: dict[str, Any] | None) -> dict[str, Any]:
         tokenizer = self.engine.tokenizer if completion.logprobs is not None else None
@@ -509,7 +533,8 @@ class ChatPolyKV(BaseChatModel):
             "model": self.model,
             "revision": self.revision,
             "dtype": self.dtype,
-            **{name: getattr(self, name) for name in CALL_KEYWORDS},
+            "weights": self.weights,
+            **{name: getattr(self, name) for name in CALL_KEYWORDS if name not in _REQUEST_KEYWORDS},
             "logit_bias": biases,
             "chat_template": self.chat_template,
             "shared_context": None if context is None else {"id": context.id, "codec": context.codec},

@@ -143,13 +143,12 @@ class Detokenizer:
     def _cut_inside(self, text: str) -> None:
         """Drops tokens while the text's end is unfinished: random bytes would never come to a boundary.
 
-        Between two tokens whose texts joined are the whole text, no character is spread.
+        Where the text of the others and that of the last token joined are the whole text, no character is spread over
+        the place between them.
         """
         if len(self._window) <= WINDOW:
             return
-        for tokens in range(1, 5):  # a character has four bytes at most
-            head, tail = self._window[:-tokens], self._window[-tokens:]
-            before, after = decode_ids(self._tokenizer, head), decode_ids(self._tokenizer, tail)
-            if after and before + after == text and self._shown.startswith(before):
-                self._window, self._shown, self._boundary = tail, self._shown[len(before) :], 0
-                return
+        head, tail = self._window[:-1], self._window[-1:]
+        before, after = decode_ids(self._tokenizer, head), decode_ids(self._tokenizer, tail)
+        if after and before + after == text and self._shown.startswith(before):
+            self._window, self._shown, self._boundary = tail, self._shown[len(before) :], 0

@@ -129,8 +129,14 @@ def _config_digest(config: dict[str, Any]) -> str:
 
 def _weights_digest(model: PreTrainedModel) -> str:
     sha = hashlib.sha256()
-    # buffers too: quantised weights are some
-    for name, parameter in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
+    stored = [*model.named_parameters()]
+    for (
+        prefix,
+        module,
+    ) in model.named_modules():  # quantised weights are buffers; what is not saved follows from the config
+        buffers = module.named_buffers(prefix, recurse=False)
+        stored += [b for b in buffers if b[0].rpartition(".")[2] not in module._non_persistent_buffers_set]
+    for name, parameter in sorted(stored, key=lambda item: item[0]):
         flat = parameter.detach().reshape(-1)
         count = min(flat.numel(), _SAMPLES_PER_WEIGHT)
         picks = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
