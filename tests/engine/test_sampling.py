@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import VOCABULARY, random_ids
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
@@ -99,8 +99,9 @@ def test_greedy_tokens_are_those_of_generate(tiny_llama: Any, fields: dict[str, 
 @given(
     prompt=st.lists(st.integers(0, 40), max_size=30),
     answer=st.lists(st.integers(0, 40), min_size=1, max_size=30),
-    penalty=st.floats(0.5, 2),
+    penalty=st.floats(0.5, 2).filter(lambda penalty: penalty != 1),
 )
+@settings(deadline=None)
 def test_each_id_once_gives_the_same_penalty_as_the_whole_text(
     prompt: list[int], answer: list[int], penalty: float
 ) -> None:
@@ -176,6 +177,7 @@ def defined_distribution(logits: list[float], params: SamplingParams) -> dict[in
     bans=st.sets(st.integers(0, 29), max_size=3),
     sizes=st.sampled_from([(), (1,), (2, 6), (3, 20)]),
 )
+@settings(deadline=None)
 def test_the_distribution_is_the_defined_one(
     logits: list[float],
     temperature: float,
@@ -198,14 +200,15 @@ def test_the_distribution_is_the_defined_one(
         drawn = {sampler.sample(torch.tensor(logits)).token_id for _ in range(20)}
     names = range(len(logits)) if ids is None else ids.tolist()
     got = dict(zip(names, scores[0].softmax(-1).tolist(), strict=True))
-    # a probability below float32's smallest number is none
-    assert {i for i, p in got.items() if p > 0} == {i for i, p in want.items() if p > 1e-44}
+    tiny = 1e-30  # where float32 has few digits left
+    assert {i for i, p in got.items() if p > tiny} == {i for i, p in want.items() if p > tiny}
     for i, p in want.items():
         assert got[i] == pytest.approx(p, rel=1e-4, abs=1e-7)
     assert drawn <= set(want)
 
 
 @given(seed=st.integers(0, 10_000), top_p=st.floats(0.01, 0.999), scale=st.sampled_from([0.5, 3.0, 10.0]))
+@settings(deadline=None)
 def test_the_quick_nucleus_is_that_of_transformers(seed: int, top_p: float, scale: float) -> None:
     scores = torch.randn(1, 1500, generator=torch.Generator().manual_seed(seed)) * scale
     mass = scores.double().softmax(-1).sort(descending=True).values.cumsum(-1)
@@ -380,7 +383,7 @@ def test_penalties_that_overflow_are_named() -> None:
 def test_large_finite_logits_are_no_error() -> None:
     logits = torch.full((3, 100), 3e38)
     logits[1, 7] = 3.3e38
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, 1e-6, 1.0):
         params = SamplingParams(temperature=temperature, seed=0)
         assert ids_of(sample_batch([Sampler(params, []) for _ in range(3)], logits))[1] == 7
 
@@ -441,6 +444,7 @@ def test_plain_rows_are_chosen_in_one_pass() -> None:
 
 
 @given(logits=LOGITS, count=st.integers(0, 20), temperature=st.sampled_from([0, 0.5]), bias=st.booleans())
+@settings(deadline=None)
 def test_log_probabilities_are_the_models_own(logits: list[float], count: int, temperature: float, bias: bool) -> None:
     params = SamplingParams(
         temperature,
