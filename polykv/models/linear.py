@@ -23,7 +23,7 @@ from polykv_kernels.layouts import WEIGHT_GROUP
 
 __all__ = ["FastLinear", "Int8Linear", "fast_linears", "quantize_linears", "use_fast_linears"]
 
-PORTABLE_ROWS = 2
+PORTABLE_ROWS = 6
 """Rows up to which the portable kernels (neither AVX2 nor NEON) are faster than torch; the others always are."""
 
 

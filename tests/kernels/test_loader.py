@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from polykv_kernels.cpu import build
+from polykv_kernels.cpu.loader import ABI_VERSION
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="there are no compiled kernels for Windows"),
@@ -67,7 +68,7 @@ class Machine:
             (package / "__init__.py").touch()
         for name in ("build.py", "loader.py"):
             shutil.copy(build.SOURCE.with_name(name), self.cpu)
-        self.source(SOURCE % 1)
+        self.source(SOURCE % ABI_VERSION)
         (folder / "tmp").mkdir()
         compiler = folder / "compiler"
         compiler.write_text(COMPILER.format(folder=folder))
@@ -84,7 +85,7 @@ class Machine:
     def source(self, text: str) -> None:
         (self.cpu / "polykv_cpu.cpp").write_text(text)
 
-    def make_library(self, path: Path, abi: int = 2) -> Path:
+    def make_library(self, path: Path, abi: int = ABI_VERSION) -> Path:
         source = self.folder / "other.cpp"
         source.write_text(SOURCE % abi)
         return build.build_library(path, source=source, compiler=["g++"])
@@ -239,7 +240,7 @@ def test_a_damaged_library_is_compiled_again(machine: Machine, damage: str) -> N
 
 def test_another_source_makes_another_library(machine: Machine) -> None:
     machine.load()
-    machine.source((SOURCE % 1).replace("stub", "new"))
+    machine.source((SOURCE % ABI_VERSION).replace("stub", "new"))
     assert machine.load()["isa"] == "new"
     assert len(list((machine.folder / "cache" / "kernels").iterdir())) == 2
 
@@ -296,7 +297,7 @@ def test_a_prebuilt_library_needs_no_compiler(machine: Machine) -> None:
 def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, fault: str) -> None:
     path = machine.cpu / build.PREBUILT_NAME
     if fault == "other-abi":
-        machine.make_library(path, abi=3)
+        machine.make_library(path, abi=ABI_VERSION + 1)
     elif fault == "another-machine":
         content = bytearray(machine.make_library(path).read_bytes())
         content[18:20] = b"\xf3\x00"  # e_machine of ELF: RISC-V
@@ -312,7 +313,7 @@ def test_a_prebuilt_library_that_does_not_fit_is_passed_over(machine: Machine, f
     assert "CXX is '/nowhere/g++'" in reason
     assert found["notes"][0] in reason
     if fault == "other-abi":
-        assert "ABI version 3, and this PolyKV needs 2" in reason
+        assert f"ABI version {ABI_VERSION + 1}, and this PolyKV needs {ABI_VERSION}" in reason
 
 
 def test_a_compiler_may_have_spaces_in_its_path_or_be_a_command(machine: Machine) -> None:
@@ -330,7 +331,7 @@ def test_a_library_given_by_hand_is_used_or_refused(machine: Machine, kind: str)
     if kind == "text":
         path.write_text("no library")
     elif kind == "other-abi":
-        machine.make_library(path, abi=3)
+        machine.make_library(path, abi=ABI_VERSION + 1)
     reason = machine.load(POLYKV_CPU_LIBRARY=str(path))["unavailable"]
     assert f"POLYKV_CPU_LIBRARY is '{path}', which cannot be used" in reason
     assert machine.runs == []
@@ -377,7 +378,7 @@ def test_a_library_is_found_again_when_its_compiler_is_gone(machine: Machine) ->
     for environment in ({"CXX": str(machine.folder / "gone")}, {"CXX": "", "PATH": ""}):
         assert machine.load(**environment) == first
     assert len(machine.runs) == 1
-    machine.source(SOURCE % 1 + "// changed")
+    machine.source(SOURCE % ABI_VERSION + "// changed")
     assert "unavailable" in machine.load(CXX="", PATH="")
 
 
