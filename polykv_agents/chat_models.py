@@ -142,7 +142,8 @@ class ChatPolyKV(BaseChatModel):
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     weights: str | None = None
-    """``"int8"``: linear layers in 8 bits, for a quarter of their bytes and a small loss. None: as the checkpoint has them."""
+    """Linear layers in ``"int8"`` (a quarter of the bytes, a small loss) or ``"bfloat16"`` (half, no loss, for checkpoints that
+    are bfloat16). None: as they are loaded."""
     timeout: float | None = None
     """Seconds after which a call fails, waiting included; None for no limit."""
     priority: int = 0

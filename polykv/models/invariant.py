@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from polykv.models.linear import FastLinear, Int8Linear, invariant_now
+from polykv.models.linear import FastLinear, Int8Linear, NarrowLinear, invariant_now
 from polykv.models.support import embedding_weight, head_dim
 from polykv_kernels import ops
 
@@ -70,7 +70,7 @@ def why_not_invariant(model: PreTrainedModel) -> str | None:
     if weight.dtype != torch.float32:
         return f"the weights are {weight.dtype}"
     for name, module in model.named_modules():
-        if hasattr(module, "in_features") and type(module) not in (FastLinear, Int8Linear):
+        if hasattr(module, "in_features") and type(module) not in (FastLinear, Int8Linear, NarrowLinear):
             return f"layer {name} is a {type(module).__name__}"
         if isinstance(module, InvariantActivation):
             continue

@@ -25,19 +25,21 @@ import torch
 from filelock import FileLock
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from platformdirs import user_cache_path
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from polykv.errors import InvalidRequestError, ModelNotFoundError
-from polykv.models.linear import quantize_linears
+from polykv.models.linear import narrow_linears, quantize_linears
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m"
 
-WEIGHTS = ("int8",)
-"""Forms that :func:`load_model` can bring weights into."""
+_STORE: dict[str, Callable[[nn.Module], int]] = {"bfloat16": narrow_linears, "int8": quantize_linears}
+WEIGHTS = tuple(_STORE)
+"""Forms that :func:`load_model` can bring the linear layers' weights into."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a phase, the units done and the units in all."""
@@ -298,7 +300,9 @@ def load_model(
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that the checkpoint brings; off unless asked for.
         weights: None leaves them as they are; ``"int8"`` stores those of the linear layers in 8 bits with a scale for each 64
-            of a row: a quarter of the bytes, a small loss (the README has figures), faster for few rows. CPU only.
+            of a row: a quarter of the bytes, a small loss (the README has figures), faster for few rows. ``"bfloat16"`` keeps
+            them in 16 bits, without any loss: it is refused if a weight is no bfloat16 number. Activations stay as they are.
+            CPU only.
         progress: called during a conversion; None shows a tqdm bar.
 
     Returns:
@@ -344,10 +348,10 @@ def load_model(
             f"the packaged models ({', '.join(PACKAGED_MODELS)})"
         ) from error
     model_on_device: Any = loaded.to(target)  # type: ignore[arg-type]
-    if weights == "int8":
+    if weights is not None:
         if target.type != "cpu":
             raise InvalidRequestError(
-                f"int8 weights run on the CPU only, and the model is to go to {target}; leave weights out"
+                f"weights={weights!r} is for the CPU, and the model goes to {target}; leave it out"
             )
-        quantize_linears(model_on_device)
+        _STORE[weights](model_on_device)
     return model_on_device.eval(), tokenizer

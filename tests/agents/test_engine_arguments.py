@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from helpers import random_ids, tiny_model
 from langchain_core.messages import AIMessage
 
@@ -121,8 +122,33 @@ def test_engines_differ_by_these_and_are_shared_otherwise(make: Any) -> None:
 def test_int8_weights_are_for_models_by_name(make: Any) -> None:
     with pytest.raises(InvalidRequestError, match="weights: these say how to load"):
         make(weights="int8")
-    with pytest.raises(InvalidRequestError, match=r"unknown weights 'int3'; use 'int8'"):
+    with pytest.raises(InvalidRequestError, match=r"unknown weights 'int3'; use 'bfloat16', 'int8'"):
         ChatPolyKV(weights="int3")
+
+
+def test_bfloat16_weights_of_a_folder_change_no_bit(tokenizer: Any, tmp_path: Any) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    wide = ChatPolyKV(model=str(tmp_path), dtype="float32", deterministic=True)
+    narrow = ChatPolyKV(model=str(tmp_path), dtype="float32", deterministic=True, weights="bfloat16")
+    try:
+        assert "NarrowLinear" in {type(m).__name__ for m in narrow.engine.model.modules()}
+        settings = {"max_tokens": 12, "logprobs": True, "temperature": 1.0, "seed": 2}
+        a, b = wide.invoke("one two", **settings), narrow.invoke("one two", **settings)
+        assert a.content == b.content
+        assert a.response_metadata["logprobs"] == b.response_metadata["logprobs"]
+    finally:
+        wide.close()
+        narrow.close()
+
+
+def test_bfloat16_weights_are_refused_where_they_would_lose_something(tokenizer: Any, tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    llm = ChatPolyKV(model=str(tmp_path), weights="bfloat16")
+    with pytest.raises(InvalidRequestError, match=r"layer lm_head are no bfloat16 numbers"):
+        llm.load()
+    llm.close()
 
 
 def test_int8_weights_of_a_folder(tokenizer: Any, tmp_path: Any) -> None:
