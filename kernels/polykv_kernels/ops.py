@@ -324,6 +324,12 @@ def ragged_attention(
     return _backend(q.shape[-1], q, *keys, *values).ragged_attention(q, keys, values, row_counts, scale, window=window)
 
 
+def _check_layer(batch: RaggedBatch, layer: int) -> None:
+    num_layers = len(batch.tails[0].keys)
+    if not 0 <= layer < num_layers:
+        raise IndexError(f"layer must lie in [0, {num_layers}), got {layer}")
+
+
 def append_to_tails(batch: RaggedBatch, layer: int, keys: Tensor, values: Tensor) -> None:
     """Writes a step's new keys and values to the ends of the requests' tails, in one layer.
 
@@ -335,7 +341,9 @@ def append_to_tails(batch: RaggedBatch, layer: int, keys: Tensor, values: Tensor
 
     Raises:
         ValueError: shape, dtype or device are not those of the tails.
+        IndexError: there is no such layer.
     """
+    _check_layer(batch, layer)
     held = batch.tails[0].keys[0]
     expected = (batch.num_rows, held.shape[0], held.shape[2])
     for name, x in (("keys", keys), ("values", values)):
@@ -369,8 +377,10 @@ def tail_attention(
     Raises:
         ValueError: shapes or devices do not fit, or a window is empty.
         TypeError: q is not floating point.
+        IndexError: there is no such layer.
         BackendError: a forced backend cannot do this.
     """
+    _check_layer(batch, layer)
     held = batch.tails[0].keys[0]
     if q.ndim != 3 or q.shape[0] != batch.num_rows:
         raise ValueError(f"q must be [{batch.num_rows}, Hq, D], the rows of the batch, got {list(q.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import queue
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from polykv.codecs import Codec, get_codec
 from polykv.engine.pacing import Pacer
-from polykv.engine.request import Request, RequestHandle, SamplingParams
+from polykv.engine.request import WAITS_FOR_ITSELF, Request, RequestHandle, SamplingParams, serving
 from polykv.engine.runner import ModelRunner
 from polykv.engine.sampling import Choice, sample_batch
 from polykv.engine.scheduler import Batch, Scheduler, Sequence, Work
@@ -50,6 +51,7 @@ IDLE_SECONDS = 2.0
 """An idle engine gives its thread up, so that one nobody uses any more can be collected."""
 
 
+WAIT_SECONDS = 0.002
 RATE_STEPS = 64
 """Steps over which tokens per second are averaged."""
 
@@ -137,6 +139,10 @@ class _BuildJob:
     @property
     def abandoned(self) -> bool:
         return self.cancelled if self.events is not None else not self.sequences
+
+    @property
+    def priority(self) -> int:
+        return max((sequence.handle.request.priority for sequence in self.sequences), default=0)
 
     def serves(self, request: Request) -> bool:
         """Whether a request waits for the same context."""
@@ -247,16 +253,21 @@ class Engine:
         """
         self._check_process()
         self._check_request(request)
-        handle = RequestHandle(request)
+        handle = RequestHandle(request, engine=id(self))
         # leased from now on: a context released while the request waits must still be there when its turn comes
-        lease = self.pool.lease(request.segment, owner=handle) if request.segment is not None else None
+        lease = None
+        if request.shared_tokens:
+            lease = self.pool.lease_of(_context_of(request), request.codec, request.segment, owner=handle)
+        to_build = request.shared_tokens > 0 and lease is None
+        if lease is None and request.segment is not None:
+            lease = self.pool.lease(request.segment, owner=handle)
         try:
             sequence = Sequence(handle, lease, self.model, self.tokenizer, self._eos_ids)
             with self._changed:
                 self._check_open()
                 self._check_room()
                 self._ensure_thread()
-                if request.shared_tokens:
+                if to_build:
                     self._await_context(sequence)
                 else:
                     self._scheduler.queue(sequence)
@@ -344,6 +355,8 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._check_process()
+        if threading.current_thread() is self._thread:
+            raise InvalidRequestError(WAITS_FOR_ITSELF)
         events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         job = _BuildJob(token_ids, codec, parent, events)
         with self._changed:
@@ -443,6 +456,7 @@ class Engine:
             self._thread = thread
 
     def _run(self) -> None:
+        serving.engine = id(self)
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
@@ -450,16 +464,22 @@ class Engine:
                 self._drop_ended()
                 self._advance_build()
                 self._admit()
-                rows = self._pacer.prompt_rows(self._scheduler.decoding)
+                context = self._scheduler.prompt_context(self._build)
+                rows = self._pacer.prompt_rows(self._scheduler.decoding, context)
                 batch = self._scheduler.next_batch(rows, self._build, self._chunk)
                 if batch.work or batch.build:
                     self._step(batch)
+                elif self._plan is not None and self._build is None:
+                    time.sleep(WAIT_SECONDS)  # another thread builds what is wanted here
         except BaseException as error:
             logger.exception("the engine's thread died")
             self._die(EngineClosedError(f"the engine died: {type(error).__name__}: {error}"))
             raise
         finally:
-            self._end_build()  # only this thread may close what it runs
+            with self._lock:
+                last = self._thread is threading.current_thread()
+            if last:  # else it was idle and has given up, and another may run a build by now
+                self._end_build()
             self._release_ended()
 
     def _wait_for_work(self) -> bool:
@@ -527,18 +547,26 @@ class Engine:
                     ),
                 )
 
-    def _advance_build(self) -> None:
-        """Goes on with the first build in line, up to where it needs a forward; each is built alone, in order."""
+    def _next_job(self) -> _BuildJob | None:
+        """The build in progress, or the one to begin: of the highest priority, then first come."""
         with self._lock:
-            job = self._builds[0] if self._builds else None
-        if job is None or (self._build is not None and self._build.remaining and not job.abandoned):
+            # taken out under the lock that others join under: nobody joins a build that is being given up
+            self._builds = [job for job in self._builds if not job.abandoned]
+            if self._job in self._builds:
+                return self._job
+            job = min(self._builds, key=lambda job: -job.priority, default=None)
+        self._end_build()
+        self._job = job
+        return job
+
+    def _advance_build(self) -> None:
+        """Goes on with a build up to where it needs a forward; one is built at a time."""
+        job = self._next_job()
+        if job is None or (self._build is not None and self._build.remaining):
             return
         event: tuple[str, Any]
         try:
-            if job.abandoned:
-                raise RequestCancelledError("nobody waits for this build any more")
             if self._plan is None:
-                self._job = job
                 self._plan = self.pool.plan_build(job.token_ids, job.codec, job.parent)
             step = next(self._plan)
             if isinstance(step, SegmentBuild):
@@ -555,7 +583,7 @@ class Engine:
             self._end_job(job, event)
 
     def _end_build(self) -> None:
-        self._build = None
+        self._build = self._job = None
         if self._plan is not None:
             self._plan.close()
             self._plan = None
@@ -570,18 +598,18 @@ class Engine:
 
     def _end_job(self, job: _BuildJob, event: tuple[str, Any]) -> None:
         kind, value = event
-        self._end_build()
         with self._lock:
             if job in self._builds:
                 self._builds.remove(job)
             sequences, job.sequences = job.sequences, []
+        self._end_build()
         if job.events is not None:
             if not self._tell(job, event) and kind == "done":
                 self.pool.release(value)
             return
         if kind == "error":
-            for sequence in sequences:
-                self._end(sequence, value)
+            for sequence in sequences:  # each its own: a traceback grows with every raise
+                self._end(sequence, copy.copy(value))
             return
         for sequence in sequences:
             sequence.found(self.pool.lease(value, owner=sequence.handle))
@@ -619,7 +647,7 @@ class Engine:
         batch = self._reserve(batch)
         if not batch.work and batch.build is None:
             return
-        decoding, prompt_rows = batch.decoding, batch.prompt_rows
+        decoding, prompt_rows, context = batch.decoding, batch.prompt_rows, batch.prompt_context
         held = [(piece.tail, piece.tail.length) for piece in batch.pieces()]
         try:
             logits = self._runner.forward(batch)
@@ -638,7 +666,7 @@ class Engine:
             assert self._job is not None
             self._tell(self._job, ("progress", ("prefill", done, batch.build.num_tokens)))
         seconds = time.perf_counter() - started
-        self._pacer.observe(decoding, prompt_rows, seconds)
+        self._pacer.observe(decoding, prompt_rows, seconds, context)
         with self._lock:
             tail_bytes = sum(s.tail.nbytes for s in self._scheduler.running)
             self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
@@ -674,7 +702,8 @@ class Engine:
         """A forward that failed for a batch is repeated for each part alone, so that only the culprit fails."""
         parts = len(batch.work) + (batch.build is not None)
         if parts > 1:
-            logger.warning("a forward of %d requests failed (%s); repeating them one by one", parts, error)
+            # the text alone: a record that is kept would keep the failed forward's tensors
+            logger.warning("a forward of %d requests failed (%s); repeating them one by one", parts, f"{error}")
             for work in batch.work:
                 self._step(Batch([work]))
             if batch.build is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 MAX_STRETCH = 2.5
 """A step with prompt rows may take this many times as long as one that only decodes. Three is the promise."""
-MIN_ROWS = 8
+MIN_ROWS = 4
 """Prompts advance by so many rows in any step: they must end some day."""
+CHEAP_CONTEXT = 256
+"""Tokens before a row below which attention to them is taken as free."""
 SMOOTHING = 0.3
 """Weight of the newest measurement."""
 
@@ -25,12 +27,14 @@ class Pacer:
         self._decode_s: float | None = None
         self._decoding = 0  # how many decoded when that was measured
         self._row_s: float | None = None
+        self._context = 0  # tokens before the rows that were timed
 
-    def prompt_rows(self, decoding: int) -> int:
+    def prompt_rows(self, decoding: int, context: int = 0) -> int:
         """Prompt rows of the next step.
 
         Args:
             decoding: requests that take one decode row each.
+            context: the most tokens that come before a prompt's next row.
 
         Returns:
             At least 0. It is 0 when a step must be measured without any: at first, and when the number of decoding requests has
@@ -38,15 +42,19 @@ class Pacer:
         """
         if decoding == 0:
             return self._budget
+        most = max(1, self._budget - decoding)
         if self._row_s is None:  # no prompt row has been timed yet, so every request is at its start
-            return max(0, self._budget - decoding)
+            return most
         if self._decode_s is None or not 0.75 <= decoding / self._decoding <= 1.33:
             return 0
-        rows = int((MAX_STRETCH - 1) * self._decode_s / self._row_s)
-        return max(MIN_ROWS, min(rows, self._budget - decoding))
+        # A row's attention grows with what comes before it. Taken as if it were all of the row's cost until the first step there
+        # has been timed, so that a jump to a long context begins with few rows.
+        jump = (context + CHEAP_CONTEXT) / (self._context + CHEAP_CONTEXT)
+        rows = int((MAX_STRETCH - 1) * self._decode_s / (self._row_s * max(1.0, jump)))
+        return min(max(MIN_ROWS, rows), most)
 
-    def observe(self, decoding: int, prompt_rows: int, seconds: float) -> None:
-        """Learns from a step that has been run."""
+    def observe(self, decoding: int, prompt_rows: int, seconds: float, context: int = 0) -> None:
+        """Learns from a step that has been run; arguments as for :meth:`prompt_rows`."""
         if prompt_rows == 0:
             similar = self._decode_s is not None and 0.75 <= decoding / self._decoding <= 1.33
             self._decode_s = self._blend(self._decode_s if similar else None, seconds)
@@ -54,7 +62,10 @@ class Pacer:
             return
         decode_s = (self._decode_s or 0.0) if decoding else 0.0
         # a step has a cost of its own besides its rows: taken as the rows', small chunks look dear, and so stay small enough
-        self._row_s = self._blend(self._row_s, max(seconds - decode_s, 1e-6) / prompt_rows)
+        row_s = max(seconds - decode_s, 1e-6) / prompt_rows
+        near = abs(context - self._context) <= CHEAP_CONTEXT
+        self._row_s = self._blend(self._row_s if near else None, row_s)
+        self._context = context
 
     @staticmethod
     def _blend(known: float | None, new: float) -> float:
@@ -69,17 +80,13 @@ def share_rows(wanted: list[int], budget: int) -> list[int]:
         budget: rows there are.
 
     Returns:
-        Rows for each, at most what it wanted, in all ``min(budget, sum(wanted))``. Of an uneven rest the earlier ones get one
-        row more.
+        Rows for each, at most what it wanted, in all ``min(budget, sum(wanted))``. Of an uneven rest the smaller wishes, and of
+        equal ones the earlier, get one row more.
     """
     shares = [0] * len(wanted)
     left = max(0, budget)
     for place, index in enumerate(sorted(range(len(wanted)), key=lambda i: (wanted[i], i))):
         remaining = len(wanted) - place
-        shares[index] = min(wanted[index], left // remaining)
+        shares[index] = min(wanted[index], -(-left // remaining))
         left -= shares[index]
-    for index, want in enumerate(wanted):
-        extra = min(left, want - shares[index], 1) if left else 0
-        shares[index] += extra
-        left -= extra
     return shares

@@ -17,6 +17,10 @@ from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError, RequestCancelledError
 from polykv.pool.segment import KVSegment
 
+serving = threading.local()
+"""Its attribute ``engine`` is the id of the engine whose thread this is."""
+WAITS_FOR_ITSELF = "this would wait for the engine in the engine's own thread (in a step callback), and so for ever; do it in another thread"
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -113,8 +117,9 @@ class RequestHandle:
     (Ctrl-C, a cancelled task) cancels the request; as a context manager it is cancelled at the end of the block.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, engine: int | None = None) -> None:
         self.request = request
+        self._engine = engine
         self.submitted_at = time.perf_counter()
         self._condition = threading.Condition()
         self._pieces: deque[str] = deque()
@@ -191,6 +196,8 @@ class RequestHandle:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         """Nobody waits any more when Ctrl-C or a cancelled task ends the wait, so nobody needs the answer."""
+        if not self.done and self._engine is not None and getattr(serving, "engine", None) == self._engine:
+            raise InvalidRequestError(WAITS_FOR_ITSELF)
         try:
             yield
         except (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
@@ -208,21 +215,23 @@ class RequestHandle:
             yield piece
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        ready = self._waker()
-        while True:
-            ready.clear()
-            with self._condition:
-                try:
-                    piece = self._take()
-                except StopIteration:
-                    return
-            if piece is None:
-                with self._waiting():
-                    await ready.wait()
-            else:
-                yield piece
+        with self._waker() as ready:
+            while True:
+                ready.clear()
+                with self._condition:
+                    try:
+                        piece = self._take()
+                    except StopIteration:
+                        return
+                if piece is None:
+                    with self._waiting():
+                        await ready.wait()
+                else:
+                    yield piece
 
-    def _waker(self) -> asyncio.Event:
+    @contextlib.contextmanager
+    def _waker(self) -> Iterator[asyncio.Event]:
+        """An event of the running loop that is set at every change."""
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -231,7 +240,11 @@ class RequestHandle:
 
         with self._condition:
             self._wakers.append(wake)
-        return ready
+        try:
+            yield ready
+        finally:
+            with self._condition:
+                self._wakers.remove(wake)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end.
@@ -250,12 +263,12 @@ class RequestHandle:
 
     async def aresult(self) -> Completion:
         """As :meth:`result`, without blocking the event loop."""
-        ready = self._waker()
-        while not self.done:
-            ready.clear()
-            if not self.done:
-                with self._waiting():
-                    await ready.wait()
+        with self._waker() as ready:
+            while not self.done:
+                ready.clear()
+                if not self.done:
+                    with self._waiting():
+                        await ready.wait()
         return self._outcome()
 
     def _outcome(self) -> Completion:

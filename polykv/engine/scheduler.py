@@ -200,6 +200,12 @@ class Batch:
         """Rows of prompts and of the segment."""
         return sum(work.rows for work in self.work if not work.decodes) + self.build_rows
 
+    @property
+    def prompt_context(self) -> int:
+        """The most tokens that come before a row of a prompt or of the segment."""
+        positions = [work.sequence.position for work in self.work if not work.decodes]
+        return max([*positions, self.build.position if self.build is not None else 0])
+
     def pieces(self) -> list[Piece]:
         """Its parts for a forward, the segment's last."""
         pieces = [work.piece() for work in self.work]
@@ -235,6 +241,11 @@ class Scheduler:
     def decoding(self) -> int:
         """Running requests that have begun their answers."""
         return sum(bool(s.generated) for s in self.running)
+
+    def prompt_context(self, build: SegmentBuild | None) -> int:
+        """The most tokens that come before the next row of a prompt or of a segment in the making."""
+        positions = [s.position for s in self.running if not s.generated]
+        return max([*positions, build.position if build is not None else 0])
 
     def next_batch(self, prompt_rows: int, build: SegmentBuild | None = None, chunk: int | None = None) -> Batch:
         """The next forward; its ``work`` and ``build`` are empty when nothing runs.

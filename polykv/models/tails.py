@@ -11,8 +11,8 @@ from polykv_kernels.layouts import tensor_bytes
 
 BUCKET_TOKENS = 16
 GROWTH = 1.25
-"""Capacities are multiples of 16 tokens, each at least a quarter above the one before: a token is copied four times at most
-in the life of a tail, and the slack stays below a quarter of what is held, plus a bucket."""
+"""Capacities are multiples of 16 tokens, each at least a quarter above the one before: a token is copied five times at most
+on average in the life of a tail, and the slack stays below a quarter of what is held, plus a bucket."""
 
 
 def bucket(tokens: int, limit: int | None = None) -> int:

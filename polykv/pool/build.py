@@ -80,6 +80,11 @@ class SegmentBuild:
         return len(self._ids) - self._tail.length if not self._layers and not self._dense else 0
 
     @property
+    def position(self) -> int:
+        """Absolute position of the next token to be prefilled."""
+        return self._start + self._tail.length
+
+    @property
     def num_layers(self) -> int:
         """Layers to encode."""
         return len(self._windows)

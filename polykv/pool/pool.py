@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from polykv.pool.lease import Lease
 from polykv.pool.segment import KVSegment, check_context
 
 logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.02
+"""Between two looks at a build that another thread is at."""
 
 # (identity, codec) of the segment and of its parents: a segment depends on how its parents are stored
 _Key = tuple[tuple[str, str], ...]
@@ -181,6 +185,8 @@ class SharedKVPool:
                 if isinstance(event, SegmentBuild):
                     run_step(self.model, [event.piece(PREFILL_CHUNK_TOKENS)])
                     event = "prefill", event.num_tokens - event.remaining, event.num_tokens
+                elif event[0] == "wait":
+                    time.sleep(WAIT_SECONDS)
                 yield event
 
     def plan_build(
@@ -198,9 +204,7 @@ class SharedKVPool:
         chosen = get_codec(codec) if codec is not None else self.codec
         check_context(self.model, token_ids, chosen, parent)
         self.sweep()
-        before = parent.context_ids.tolist() if parent is not None else []
-        link = (segment_identity(self.identity, [*before, *token_ids]), chosen.name)
-        key = (*(_key(parent) if parent is not None else ()), link)
+        key = self._key_of(token_ids, chosen, parent)
         hold = self.lease(parent) if parent is not None else None
         try:
             while True:
@@ -215,8 +219,8 @@ class SharedKVPool:
                         self._building[key] = threading.Event()
                         self._misses += 1
                         break
-                while not pending.wait(0.02):
-                    yield "wait", 0, 1  # an engine goes on with its other requests meanwhile
+                while not pending.is_set():
+                    yield "wait", 0, 1  # the caller decides how to spend the time
             try:
                 build = SegmentBuild(self.model, self.identity, token_ids, chosen, parent)
                 try:
@@ -248,6 +252,11 @@ class SharedKVPool:
             built.compression_ratio,
         )
         return built
+
+    def _key_of(self, token_ids: Sequence[int], codec: Codec, parent: KVSegment | None) -> _Key:
+        before = parent.context_ids.tolist() if parent is not None else []
+        link = (segment_identity(self.identity, [*before, *token_ids]), codec.name)
+        return (*(_key(parent) if parent is not None else ()), link)
 
     # ------------------------------------------------------------------------------------------- reading
 
@@ -285,6 +294,19 @@ class SharedKVPool:
             self._leases.setdefault(key, []).append(lease)
             self._hits += 1
             return lease
+
+    def lease_of(
+        self,
+        token_ids: Sequence[int],
+        codec: str | Codec | None = None,
+        parent: KVSegment | None = None,
+        owner: Any | None = None,
+    ) -> Lease | None:
+        """Claims the segment of these tokens for a reader, or returns None if the pool does not hold it."""
+        key = self._key_of(token_ids, get_codec(codec) if codec is not None else self.codec, parent)
+        with self._lock:
+            segment = self._segments.get(key)
+            return self.lease(segment, owner) if segment is not None else None
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:

@@ -47,7 +47,7 @@ def pieces_of(text: str, breaks: list[int]) -> list[str]:
 
 
 @given(text=TEXT, stops=STOPS, breaks=st.lists(st.integers(0, 40), max_size=12))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_any_chunking_gives_the_exact_cut(text: str, stops: list[str], breaks: list[int]) -> None:
     matcher = StopMatcher(stops)
     shown = fed = ""
@@ -83,7 +83,7 @@ def test_every_short_text_and_pair_of_stops() -> None:
     at=st.integers(0, 60),
     length=st.integers(1, 6),
 )
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_over_tokens_and_the_end_of_an_answer(
     ids: list[int], text: str, stops: list[str], at: int, length: int
 ) -> None:
