@@ -29,10 +29,10 @@ PIP_INSTALL := $(PY) -m pip install $(PIP_FLAGS) --no-input --disable-pip-versio
 pin = $(shell grep -E '^$(1)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full sanitize test-neon lint format bench wheels clean
+.PHONY: help install demo test test-full sanitize test-neon lint format bench bench-peers wheels clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv and install into it (skipped when nothing changed)
 
@@ -95,6 +95,9 @@ format: install ## format and fix what ruff can fix
 
 bench: install ## measure memory and time of attention on the pool
 	@$(PY) $(BENCH) $(ARGS)
+
+bench-peers: install ## install what benchmarks/end_to_end.py compares with (40 MB)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[bench]' --no-build-isolation
 
 # `build` makes the sdist and from it the pure wheel, which so shows that the sdist is whole. -P: a folder called build must
 # not hide the program build.

@@ -324,60 +324,6 @@ class TestTails:
         assert stats.finished == len(handles)
 
 
-class TestCancel:
-    def check_free(self, engine: Engine) -> None:
-        until(lambda: engine.stats().running == 0 and engine.stats().waiting == 0)
-        assert engine.stats().tail_bytes == 0
-        assert engine.pool.num_leases == 0
-
-    def test_while_waiting(self, tiny_llama: Any, make_engine: Any) -> None:
-        engine = make_engine(tiny_llama, max_batch=1)
-        segment = engine.share(DOCUMENT)
-        gate = Gate(engine)
-        first = engine.generate(DOCUMENT + [5], greedy_params(3), segment)
-        second = engine.generate(DOCUMENT + [6], greedy_params(3), segment)
-        assert gate.arrived.wait(30)
-        second.cancel()
-        gate.opened.set()
-        with pytest.raises(RequestCancelledError, match="before it started"):
-            second.result(60)
-        assert len(first.result(60).token_ids) == 3
-        self.check_free(engine)
-
-    def test_while_prefilling(self, tiny_llama: Any, make_engine: Any) -> None:
-        engine = make_engine(tiny_llama, token_budget=4)
-        segment = engine.share(DOCUMENT)
-        gate = Gate(engine)
-        handle = engine.generate(DOCUMENT + random_ids(40), greedy_params(3), segment)
-        assert gate.arrived.wait(30)
-        handle.cancel()
-        gate.opened.set()
-        with pytest.raises(RequestCancelledError):
-            handle.result(60)
-        self.check_free(engine)
-        assert engine.stats().prefill_tokens == 4
-
-    def test_while_decoding(self, engine: Engine) -> None:
-        segment = engine.share(DOCUMENT)
-        handle = engine.generate(DOCUMENT + [5], greedy_params(1500), segment)
-        next(iter(handle))
-        handle.cancel()
-        with pytest.raises(RequestCancelledError):
-            handle.result(60)
-        self.check_free(engine)
-        assert engine.stats().cancelled == 1
-
-    def test_while_building(self, engine: Engine) -> None:
-        def interrupt(*event: object) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            engine.share(random_ids(1200), progress=interrupt)
-        until(lambda: not engine._builds)
-        assert engine.pool.stats().num_segments == 0
-        assert len(engine.generate(DOCUMENT, greedy_params(3)).result(60).token_ids) == 3
-
-
 class TestFailures:
     def test_nan_logits_fail_one_request_alone(self, engine: Engine) -> None:
         with torch.no_grad():
