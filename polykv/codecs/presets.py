@@ -20,6 +20,6 @@ def get_codec(codec: str | Codec) -> Codec:
     """
     if isinstance(codec, Codec):
         return codec
-    if codec not in CODECS:
+    if not isinstance(codec, str) or codec not in CODECS:
         raise UnknownCodecError(f"unknown codec {codec!r}; choose one of {', '.join(sorted(CODECS))}")
     return CODECS[codec]

@@ -38,7 +38,7 @@ from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight
 from polykv.pool.build import SegmentBuild
 from polykv.pool.pool import SharedKVPool, check_length
-from polykv.pool.segment import KVSegment, check_context
+from polykv.pool.segment import KVSegment, check_context, checked_ids
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ IDLE_SECONDS = 2.0
 
 
 WAIT_SECONDS = 0.002
+EXIT_SECONDS = 10
+"""How long the end of the interpreter waits for a step to end."""
 RATE_STEPS = 64
 """Steps over which tokens per second are averaged."""
 
@@ -135,6 +137,7 @@ class _BuildJob:
     events: queue.SimpleQueue[tuple[str, Any]] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
+    aside: bool = False  # another thread builds the same text: others go first
 
     @property
     def abandoned(self) -> bool:
@@ -159,15 +162,24 @@ def _context_of(request: Request) -> tuple[int, ...]:
     return request.token_ids[request.segment.end if request.segment is not None else 0 : request.shared_tokens]
 
 
-def check_at_least_one(**values: int | None) -> None:
-    """Refuses counts below one; None stands for a default.
+MAX_THREADS = 4096
+
+
+def check_counts(*, num_threads: int | None = None, **counts: int) -> None:
+    """Refuses what is no count, or too small.
 
     Raises:
-        InvalidRequestError: names the first that is too small.
+        InvalidRequestError: names the first that is wrong.
     """
-    for name, value in values.items():
-        if value is not None and value < 1:
+    if num_threads is not None:
+        counts["num_threads"] = num_threads
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
+        if value < 1:
             raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+    if num_threads is not None and num_threads > MAX_THREADS:
+        raise InvalidRequestError(f"num_threads must be at most {MAX_THREADS}, got {num_threads}")
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -207,9 +219,7 @@ class Engine:
         num_threads: int | None = None,
         deterministic: bool = False,
     ) -> None:
-        check_at_least_one(
-            max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads
-        )
+        check_counts(max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads)
         attach(model)
         self.model = model
         self.tokenizer = tokenizer
@@ -301,7 +311,7 @@ class Engine:
         self, token_ids: Seq[int], sampling: SamplingParams | None = None, segment: KVSegment | None = None
     ) -> RequestHandle:
         """As :meth:`submit`, from the request's parts."""
-        return self.submit(Request(tuple(token_ids), segment, sampling or SamplingParams()))
+        return self.submit(Request(checked_ids(token_ids), segment, sampling or SamplingParams()))
 
     def _check_request(self, request: Request) -> None:
         context = request.segment.end if request.segment is not None else 0
@@ -355,6 +365,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._check_process()
+        token_ids = checked_ids(token_ids)
         if threading.current_thread() is self._thread:
             raise InvalidRequestError(WAITS_FOR_ITSELF)
         events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -456,10 +467,10 @@ class Engine:
             self._thread = thread
 
     def _run(self) -> None:
-        serving.engine = id(self)
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
         try:
+            serving.engine = id(self)
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
             while self._wait_for_work():
                 self._drop_ended()
                 self._advance_build()
@@ -554,7 +565,10 @@ class Engine:
             self._builds = [job for job in self._builds if not job.abandoned]
             if self._job in self._builds:
                 return self._job
-            job = min(self._builds, key=lambda job: -job.priority, default=None)
+            if all(job.aside for job in self._builds):
+                for waiting in self._builds:
+                    waiting.aside = False
+            job = min(self._builds, key=lambda job: (job.aside, -job.priority), default=None)
         self._end_build()
         self._job = job
         return job
@@ -565,6 +579,7 @@ class Engine:
         if job is None or (self._build is not None and self._build.remaining):
             return
         event: tuple[str, Any]
+        waits = False
         try:
             if self._plan is None:
                 self._plan = self.pool.plan_build(job.token_ids, job.codec, job.parent)
@@ -572,15 +587,18 @@ class Engine:
             if isinstance(step, SegmentBuild):
                 self._build = step
                 return
-            event = ("progress", step)
+            event, waits = ("progress", step), step[0] == "wait"
         except StopIteration as stop:
             event = ("done", stop.value)
         except Exception as error:
             event = ("error", error)
-        if event[0] == "progress":
-            self._tell(job, event)
-        else:
+        if event[0] != "progress":
             self._end_job(job, event)
+            return
+        self._tell(job, event)
+        if waits and len(self._builds) > 1:
+            job.aside = True
+            self._end_build()
 
     def _end_build(self) -> None:
         self._build = self._job = None
@@ -609,7 +627,7 @@ class Engine:
             return
         if kind == "error":
             for sequence in sequences:  # each its own: a traceback grows with every raise
-                self._end(sequence, copy.copy(value))
+                self._end(sequence, _copy_of(value))
             return
         for sequence in sequences:
             sequence.found(self.pool.lease(value, owner=sequence.handle))
@@ -681,7 +699,7 @@ class Engine:
             for callback in callbacks:
                 try:
                     callback(report)
-                except Exception:
+                except BaseException:  # SystemExit too: it would end this thread and every request with it
                     logger.exception("a step callback failed")
 
     def _deliver(self, sequence: Sequence, choice: Choice | Exception) -> None:
@@ -739,16 +757,35 @@ class Engine:
                 self._counters[name] += amount
 
 
+def _copy_of(error: Exception) -> Exception:
+    """A copy to raise in another thread, or the error itself if its class cannot be copied."""
+    try:
+        copied = copy.copy(error)
+    except Exception:
+        return error
+    return copied if type(copied) is type(error) else error
+
+
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """Ids that end an answer: those of the generation config and the tokenizer's own."""
     configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
+    if isinstance(configured, torch.Tensor):
+        configured = configured.reshape(-1).tolist()
+    ids = list(configured) if isinstance(configured, (list, tuple, set)) else [configured]
     return frozenset(int(i) for i in [*ids, getattr(tokenizer, "eos_token_id", None)] if i is not None)
 
 
 @atexit.register
 def _close_all() -> None:
     # daemon threads are killed mid-forward at interpreter exit; ending them first makes the exit clean
-    for engine in list(_engines):
-        if engine._pid == os.getpid():
-            engine.close()
+    engines = [engine for engine in list(_engines) if engine._pid == os.getpid()]
+    for engine in engines:
+        engine.close(wait=False)
+    for engine in engines:
+        thread = engine._thread
+        if thread is not None:
+            thread.join(EXIT_SECONDS)
+            if thread.is_alive():
+                logger.warning(
+                    "an engine's thread did not end within %d s; the interpreter exits all the same", EXIT_SECONDS
+                )

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_at_least_one
+from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_counts
 from polykv.errors import EngineClosedError, ModelNotFoundError
 from polykv.models.loading import (
     ProgressCallback,
@@ -63,7 +63,7 @@ class EngineSpec:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        check_at_least_one(max_batch=self.max_batch, max_waiting=self.max_waiting, num_threads=self.num_threads)
+        check_counts(max_batch=self.max_batch, max_waiting=self.max_waiting, num_threads=self.num_threads)
         check_device(self.device)
         check_dtype(self.dtype)
         check_weights(self.weights)

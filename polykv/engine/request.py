@@ -15,7 +15,7 @@ from typing import Any, Literal
 from polykv.codecs import Codec
 from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError, RequestCancelledError
-from polykv.pool.segment import KVSegment
+from polykv.pool.segment import KVSegment, checked_ids
 
 serving = threading.local()
 """Its attribute ``engine`` is the id of the engine whose thread this is."""
@@ -53,6 +53,11 @@ class Request:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", checked_ids(self.token_ids))
+        for name, wanted in (("sampling", SamplingParams), ("segment", KVSegment)):
+            given = getattr(self, name)
+            if not isinstance(given, wanted) and not (name == "segment" and given is None):
+                raise InvalidRequestError(f"{name} must be a {wanted.__name__}, got {given!r:.60}")
         for name, value in (("priority", self.priority), ("shared_tokens", self.shared_tokens)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidRequestError(f"{name} must be an integer, got {value!r}")

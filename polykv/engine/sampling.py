@@ -249,12 +249,13 @@ class NucleusLogitsWarper(TopPLogitsWarper):
         Returns:
             A new tensor ``[1, V]``.
         """
-        log_total = scores.logsumexp(dim=-1, keepdim=True)
+        # not logsumexp: over one long row its sum is taken in as many parts as there are threads
+        logprobs = scores.log_softmax(dim=-1)
         for size in NUCLEUS_SIZES:
             if size >= scores.shape[-1]:
                 break
             top = scores.topk(size)
-            mass = (top.values - log_total).exp().cumsum(dim=-1, dtype=torch.float64)
+            mass = logprobs.gather(1, top.indices).exp().cumsum(dim=-1, dtype=torch.float64)
             if mass[0, -1] >= self.top_p:
                 kept = 1 + int((mass < self.top_p).sum())
                 outside = torch.full_like(scores, self.filter_value)

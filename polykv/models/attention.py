@@ -8,6 +8,7 @@ log-sum-exp. No model code is patched. (The keyword route exists since transform
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -85,18 +86,30 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
         return _locks.setdefault(model, threading.RLock())
 
 
+def _forget_parent() -> None:
+    """A forked child has none of the parent's threads, but the locks that they held."""
+    global _guard
+    _guard = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
+
+
 @contextmanager
 def exclusively(model: PreTrainedModel) -> Iterator[None]:
-    """Holds :func:`model_lock`, with the model in evaluation mode: dropout must reach neither a pool nor an answer."""
+    """Holds :func:`model_lock`, with all modules in evaluation mode: dropout must reach neither a pool nor an answer."""
     with model_lock(model):
-        was_training = model.training
-        if was_training:
-            model.eval()
+        # each by itself: parts of a model may be in training, others frozen
+        in_training = [module for module in model.modules() if module.training]
+        for module in in_training:
+            module.training = False
         try:
             yield
         finally:
-            if was_training:
-                model.train()
+            for module in in_training:
+                module.training = True
 
 
 def check_attached(model: PreTrainedModel) -> None:

@@ -57,7 +57,8 @@ def use_invariant_activations(model: nn.Module) -> None:
         if isinstance(module, InvariantActivation):
             continue
         for name, child in list(module.named_children()):
-            if isinstance(child, _ACTIVATIONS):
+            # one with parameters keeps its place: their names must not change
+            if isinstance(child, _ACTIVATIONS) and not any(True for _ in child.parameters()):
                 setattr(module, name, InvariantActivation(child))
 
 
@@ -70,10 +71,14 @@ def why_not_invariant(model: PreTrainedModel) -> str | None:
     if weight.dtype != torch.float32:
         return f"the weights are {weight.dtype}"
     for name, module in model.named_modules():
-        if hasattr(module, "in_features") and type(module) not in (FastLinear, Int8Linear, NarrowLinear):
-            return f"layer {name} is a {type(module).__name__}"
-        if isinstance(module, InvariantActivation):
-            continue
+        kind = type(module)
+        if not kind.__module__.startswith(("torch.nn.", "transformers.", "polykv.")):
+            return f"layer {name} is a {kind.__name__}, which is unknown"
+        owns = any(True for _ in module.parameters(recurse=False)) or hasattr(module, "in_features")
+        known = kind in (FastLinear, Int8Linear, NarrowLinear, nn.Embedding)
+        # a subclass of Embedding scales, Gemma's; norms are computed row by row
+        if owns and not (known or isinstance(module, nn.Embedding) or kind.__name__.endswith("RMSNorm")):
+            return f"layer {name} is a {kind.__name__}"
         width = getattr(module, "intermediate_size", 0)
         if isinstance(width, int) and width >= SERIAL_ELEMENTS:
             return f"layer {name} is {width} wide"

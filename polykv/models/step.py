@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,10 @@ def run_step(model: PreTrainedModel, pieces: Sequence[Piece], *, invariant: bool
         if piece.wants_logits:
             wanted.append(len(ids) - 1)
     check_attached(model)
-    with exclusively(model), torch.inference_mode(), fast_linears(always=invariant):
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    # a model compiled in place runs as it is written here: the cache and our operations are not for a tracer
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with exclusively(model), torch.inference_mode(), fast_linears(always=invariant), eager:
         row_positions = torch.tensor(positions, device=device)
         output = model(
             input_ids=torch.tensor([ids], device=device),

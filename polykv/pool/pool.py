@@ -24,7 +24,7 @@ from polykv.models.step import run_step
 from polykv.models.support import embedding_weight, max_positions
 from polykv.pool.build import PREFILL_CHUNK_TOKENS, SegmentBuild
 from polykv.pool.lease import Lease
-from polykv.pool.segment import KVSegment, check_context
+from polykv.pool.segment import KVSegment, check_context, checked_ids
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class SharedKVPool:
         self._handles: dict[_Key, int] = {}
         self._leases: dict[_Key, list[Lease]] = {}
         self._parents: dict[_Key, Lease] = {}  # a segment's hold on the one before it
-        self._building: dict[_Key, threading.Event] = {}
+        self._building: dict[_Key, tuple[threading.Event, int]] = {}  # and the thread that builds
         self._forgotten: queue.SimpleQueue[KVSegment] = queue.SimpleQueue()
         self._hits = self._misses = self._builds = 0
 
@@ -202,6 +202,7 @@ class SharedKVPool:
             The segment; it counts as a handle.
         """
         chosen = get_codec(codec) if codec is not None else self.codec
+        token_ids = checked_ids(token_ids)
         check_context(self.model, token_ids, chosen, parent)
         self.sweep()
         key = self._key_of(token_ids, chosen, parent)
@@ -216,10 +217,16 @@ class SharedKVPool:
                         return segment
                     pending = self._building.get(key)
                     if pending is None:
-                        self._building[key] = threading.Event()
+                        self._building[key] = threading.Event(), threading.get_ident()
                         self._misses += 1
                         break
-                while not pending.is_set():
+                done, builder = pending
+                if builder == threading.get_ident():
+                    raise InvalidRequestError(
+                        "this thread is in the middle of building the very same context, and would wait for itself; finish that "
+                        "build, or ask in another thread"
+                    )
+                while not done.is_set():
                     yield "wait", 0, 1  # the caller decides how to spend the time
             try:
                 build = SegmentBuild(self.model, self.identity, token_ids, chosen, parent)
@@ -239,7 +246,7 @@ class SharedKVPool:
                         self._parents[key], hold = hold, None
             finally:
                 with self._lock:
-                    self._building.pop(key).set()
+                    self._building.pop(key)[0].set()
         finally:
             if hold is not None:
                 hold.release()
@@ -328,6 +335,8 @@ class SharedKVPool:
 
     def _give_handle_back(self, segment: KVSegment) -> None:
         key = _key(segment)
+        if self._segments.get(key) is not segment:
+            return  # one release too many; another segment of the same text is its own holders'
         if self._handles.get(key, 0) > 0:
             self._handles[key] -= 1
         self._drop_if_unused(key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -100,6 +101,20 @@ class KVSegment:
     def compression_ratio(self) -> float:
         """``dense_bytes / num_bytes``: allocated bytes, never arithmetic on bit widths."""
         return self.dense_bytes / self.num_bytes
+
+
+def checked_ids(token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Token ids as a tuple of integers.
+
+    Raises:
+        InvalidRequestError: they are no integers, or no sequence of any.
+    """
+    try:
+        return tuple(map(operator.index, token_ids))
+    except TypeError:
+        raise InvalidRequestError(
+            f"token_ids must be a sequence of integers, got {token_ids!r:.60}; encode a text with the model's tokenizer first"
+        ) from None
 
 
 def check_context(
