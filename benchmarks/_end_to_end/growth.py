@@ -68,8 +68,6 @@ class SharedPart:
 def measure_growth(model: str, system: str, threads: int, agents: Sequence[int], tokens: Sequence[int]) -> list[Point]:
     """Every combination, decoding through the engine."""
     llm = chat_model(system, model=model, max_tokens=STEPS, threads=threads, max_batch=max(agents))
-    if llm is None:
-        raise SystemExit(f"{system}: this version has no weights of reduced precision")
     points = []
     try:
         llm.load()

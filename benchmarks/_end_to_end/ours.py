@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from _end_to_end.measuring import PeakMemory, Row, Task, TokenTimes, not_run, run_graph, say
+from _end_to_end.measuring import PeakMemory, Row, Task, TokenTimes, run_graph, say
 from _end_to_end.workload import Workload, eos_ids, make_workload
 from polykv.engine.request import RequestHandle
 from polykv_agents import ChatPolyKV
@@ -60,15 +60,15 @@ def without_eos(llm: ChatPolyKV, workload: Workload) -> dict[str, Any]:
     return {}
 
 
-def chat_model(system: str, *, model: str, max_tokens: int, threads: int, max_batch: int) -> ChatPolyKV | None:
-    """A chat model by the name of a system: a codec, or a codec and a form of the weights (``k8v3-int8``).
-
-    None if this version cannot have its weights like that.
-    """
-    codec, _, weights = system.partition("-")
-    options: dict[str, Any] = {"weights": weights} if weights else {}
-    if not options.keys() <= ChatPolyKV.model_fields.keys():
-        return None
+def chat_model(system: str, *, model: str, max_tokens: int, threads: int, max_batch: int) -> ChatPolyKV:
+    """A chat model by the name of a system: a codec, alone or with a form of the weights (``k8v3-int8``) or
+    ``k8v3-deterministic``."""
+    codec, _, option = system.partition("-")
+    options: dict[str, Any] = {}
+    if option == "deterministic":
+        options["deterministic"] = True
+    elif option:
+        options["weights"] = option
     return ChatPolyKV(
         model=model,
         codec=codec,
@@ -81,7 +81,7 @@ def chat_model(system: str, *, model: str, max_tokens: int, threads: int, max_ba
 
 
 def measure(task: Task) -> Iterator[Row]:
-    """``k8v3``, ``paper``, ``exact``: a codec; ``k8v3-int8``: with weights of reduced precision."""
+    """``k8v3``, ``paper``, ``exact``: a codec; see :func:`chat_model`."""
     llm = chat_model(
         task.system,
         model=task.model,
@@ -89,9 +89,6 @@ def measure(task: Task) -> Iterator[Row]:
         threads=task.threads,
         max_batch=max(task.agents),
     )
-    if llm is None:
-        yield from not_run(task, "this version has no weights of reduced precision")
-        return
     try:
         llm.load()
         engine = llm.engine
