@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,6 +45,22 @@ def tiny_llama() -> Any:
 def tokenizer() -> Any:
     """Byte-level tokenizer with a ChatML template, vocabulary below the tiny models' size."""
     return tiny_tokenizer()
+
+
+@pytest.fixture
+def make_engine(tokenizer: Any) -> Iterator[Callable[..., Any]]:
+    """Makes engines, and closes them after the test."""
+    from polykv import Engine
+
+    engines: list[Engine] = []
+
+    def make(model: Any, **options: Any) -> Engine:
+        engines.append(Engine(model, tokenizer, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

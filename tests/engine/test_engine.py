@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,19 +43,6 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         time.sleep(0.005)
-
-
-@pytest.fixture
-def make_engine(tokenizer: Any) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(model: Any, **options: Any) -> Engine:
-        engines.append(Engine(model, tokenizer, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ from polykv.models.attention import exclusively
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = random_ids(60, seed=1)
-
-
-@pytest.fixture
-def make_engine(tokenizer: Any) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(model: Any, **options: Any) -> Engine:
-        engines.append(Engine(model, tokenizer, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def params(tokens: int = 3) -> SamplingParams:

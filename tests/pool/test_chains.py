@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,19 +28,6 @@ PARENT, CHILD, GRANDCHILD = random_ids(90, seed=1), random_ids(60, seed=2), rand
 QUESTIONS = [random_ids(count, seed=20 + count) for count in (1, 7, 30, 4)]
 SIZES = [(90, 60), (7, 60), (60, 7), (7, 5), (WINDOW - 1, WINDOW), (WINDOW, 1), (1, WINDOW + 1)]
 """Tokens of parent and child: longer and shorter than the window, and at its edges."""
-
-
-@pytest.fixture
-def make_engine(tokenizer: Any) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(model: Any, **options: Any) -> Engine:
-        engines.append(Engine(model, tokenizer, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture
