@@ -729,6 +729,8 @@ def test_a_stream_that_is_left_frees_everything(
 
 
 PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys, time
 sys.path.insert(0, "tests")
 from helpers import *
@@ -790,3 +792,11 @@ def test_control_c_at_a_terminal_frees_everything() -> None:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _control_c() -> Iterator[None]:
+    """Ctrl-C as at a terminal: a shell starts background jobs, a CI's too, with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
