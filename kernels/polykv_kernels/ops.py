@@ -120,29 +120,22 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, e
         BackendError: a forced backend is unknown, not usable here, or does not take this dtype or head dim.
     """
     forced = _forced_backend()
-    key = (forced, device, dtype, head_dim, encode)
-    known = _usable.get(key)
-    if known is not None:
-        return known
     if forced is not None:
         name, origin = forced
         problem = _problem(name, device, dtype, head_dim, encode)
         if problem is not None:
             raise BackendError(f"{origin} forces the backend {name!r}, which cannot run here: {problem}")
-        choice = Choice(name, f"forced by {origin}", forced=True)
-    else:
-        name = "cpu" if device.type == "cpu" else "triton"
-        problem = _problem(name, device, dtype, head_dim, encode)
-        if problem is not None:
-            return Choice("reference", problem)
-        choice = Choice(name, f"tensors on {device.type}")
-    _usable[key] = choice
-    return choice
+        return Choice(name, f"forced by {origin}", forced=True)
+    name = "cpu" if device.type == "cpu" else "triton"
+    problem = _problem(name, device, dtype, head_dim, encode)
+    if problem is None:
+        return Choice(name, f"tensors on {device.type}")
+    return Choice("reference", problem)
 
 
-# Choices of a backend that could run, which it then can for ever; a step asks hundreds of times. What could not run is asked
-# again: a compiler may have been installed meanwhile.
-_usable: dict[tuple[object, ...], Choice] = {}
+# Backends that could run, which they then can for ever; a step asks hundreds of times. What could not run is asked again: a
+# compiler may have been installed meanwhile.
+_usable: dict[tuple[object, ...], Any] = {}
 
 
 def _problem(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, encode: bool) -> str | None:
@@ -167,7 +160,14 @@ def _backend(head_dim: int, *inputs: Tensor, encode: bool = False) -> Any:
                 "compute under torch.no_grad(), or use the reference"
             )
         return reference
-    return choose_backend(inputs[0].device, inputs[0].dtype, head_dim, encode=encode).module
+    key = (_forced_backend(), inputs[0].device, inputs[0].dtype, head_dim, encode)
+    module = _usable.get(key)
+    if module is None:
+        choice = choose_backend(inputs[0].device, inputs[0].dtype, head_dim, encode=encode)
+        module = choice.module
+        if choice.forced or choice.name != "reference":
+            _usable[key] = module
+    return module
 
 
 def _check_query(q: Tensor, num_kv_heads: int, head_dim: int) -> None:
