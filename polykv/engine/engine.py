@@ -204,7 +204,7 @@ class Engine:
     Raises:
         UnsupportedModelError: the model's attention cannot read a pool.
         IncompatiblePoolError: the pool belongs to another model or tokenizer.
-        InvalidRequestError: max_batch, max_waiting, token_budget or num_threads is below 1.
+        InvalidRequestError: max_batch, max_waiting, token_budget or num_threads is no integer, or out of range.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import FULL, assert_same_tokens, decoded_cache, demo_document, greedy, relative_error
 
-from polykv import Engine, SamplingParams, SharedKVPool
+from polykv import Engine, SamplingParams, SharedKVPool, load_model
 from polykv.engine.request import Request, RequestHandle
 from polykv.engine.runner import ModelRunner
 from polykv.engine.scheduler import Batch, Sequence, Work
@@ -229,3 +229,16 @@ def test_codecs_rank_as_published(real_model: tuple[Any, Any]) -> None:
     assert k8v3.ratio >= 2.70
     assert 0 < k8v3.kl < paper.kl < 0.02
     assert k8v3.top1_agreement > 0.93
+
+
+def test_int8_weights_lose_little(real_model: tuple[Any, Any]) -> None:
+    model, tokenizer = real_model
+    small, _ = load_model("smollm2-135m", weights="int8")
+    ids = torch.tensor([tokenizer.encode(demo_document())[:2000]])
+    with torch.inference_mode():
+        want, got = (m(ids).logits[0].log_softmax(-1) for m in (model, small))
+        kl = float((want.exp() * (want - got)).sum(-1).mean())
+    held, before = (sum(x.nbytes for x in {*m.parameters(), *m.buffers()}) for m in (small, model))
+    print(f"int8 weights: KL {kl:.5f} nats, {held / 1e6:.0f} MB instead of {before / 1e6:.0f} MB")
+    assert 1e-5 < kl <= 0.005
+    assert held < before / 2
