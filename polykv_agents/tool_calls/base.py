@@ -111,8 +111,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
-        """A section for the prompt that tells of the tools and how to call them, for templates that have none (or put it
-        before the shared context). Equal tools give equal text."""
+        """A section for the prompt that tells of the tools and how to call them. Equal tools give equal text.
+
+        For templates that have none of their own, or put it before the shared context.
+        """
 
     @abstractmethod
     def write_calls(self, calls: Sequence[Call]) -> str:
@@ -137,7 +139,7 @@ class ToolFormat(ABC):
         reasoning: Reasoning = "none",
         is_special: Callable[[str], bool] = lambda mark: False,
     ) -> str:
-        """llguidance's Lark-like grammar of all answers that are allowed.
+        """The grammar, in llguidance's Lark-like language, of all answers that are allowed.
 
         Args:
             tools: that may be called; empty for none.
