@@ -5,7 +5,7 @@ The library needs torch and transformers only. ``polykv_agents`` adds the LangCh
 
 from polykv.agents import Agent, compress, create_agents
 from polykv.codecs import CODECS, Codec, get_codec
-from polykv.engine import Completion, Engine, Request, RequestHandle, SamplingParams
+from polykv.engine import Completion, Engine, Grammar, Request, RequestHandle, SamplingParams
 from polykv.models import PooledCache, attach, load_model
 from polykv.pool import KVSegment, PoolStats, SharedKVPool
 
@@ -17,6 +17,7 @@ __all__ = [
     "Codec",
     "Completion",
     "Engine",
+    "Grammar",
     "KVSegment",
     "PoolStats",
     "PooledCache",

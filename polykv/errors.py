@@ -14,6 +14,7 @@ __all__ = [
     "PromptTooLongError",
     "RequestCancelledError",
     "RequestTimeoutError",
+    "SharedContextMissing",
     "UnknownCodecError",
     "UnsupportedModelError",
 ]
@@ -49,6 +50,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class ContextReleasedError(PolyKVError, RuntimeError):
     """A shared context or lease that has been released."""
+
+
+class SharedContextMissing(PolyKVError, LookupError):
+    """A shared context is asked for by an id or name that no live handle of this process has."""
 
 
 class NonFiniteLogitsError(PolyKVError, ArithmeticError):

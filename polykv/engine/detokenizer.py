@@ -85,12 +85,20 @@ class Detokenizer:
 
     A token costs the same at any length of the answer; only :meth:`flush` decodes the whole.
 
+    Special tokens are left out, but for those that are to be visible; what is before and after one of them is decoded by
+    itself.
+
     Args:
         tokenizer: a transformers tokenizer, with a Rust backend or without.
+        visible: special tokens to show.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, visible: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._visible = visible
+        self._begin()
+
+    def _begin(self) -> None:
         self._ids: list[int] = []
         self._text: list[str] = []
         self._window: list[int] = []
@@ -99,6 +107,10 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Takes a token and returns the text that is certain now, often none."""
+        if token_id in self._visible:
+            rest = self.flush()
+            self._begin()
+            return rest + _decode_all(self._tokenizer, [token_id])
         self._ids.append(token_id)
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:  # an id that the model has and the tokenizer has not

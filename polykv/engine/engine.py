@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from polykv.codecs import Codec, get_codec
+from polykv.engine.grammar import Grammar, GrammarMatcher, compiler_for
 from polykv.engine.pacing import Pacer
 from polykv.engine.request import WAITS_FOR_ITSELF, Request, RequestHandle, SamplingParams, serving
 from polykv.engine.runner import ModelRunner
@@ -200,6 +201,7 @@ class Engine:
         deterministic: a request's tokens and log-probabilities are bitwise the same whatever else runs, on any number of
             threads of one machine and version. Costs little where the CPU kernels run; elsewhere requests no longer share
             forwards.
+        fast_forward: tokens that a grammar leaves no choice about are computed together, not one a step.
 
     Raises:
         UnsupportedModelError: the model's attention cannot read a pool.
@@ -218,6 +220,7 @@ class Engine:
         token_budget: int = DEFAULT_TOKEN_BUDGET,
         num_threads: int | None = None,
         deterministic: bool = False,
+        fast_forward: bool = True,
     ) -> None:
         check_counts(max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads)
         attach(model)
@@ -230,6 +233,7 @@ class Engine:
         self._pacer = Pacer(token_budget)
         self._chunk = token_budget if self._runner.one_by_one else None
         self.max_waiting = max_waiting
+        self._fast_forward = fast_forward
         self._eos_ids = _eos_ids(model, tokenizer)
         self._num_threads = num_threads
         self._lock = threading.Lock()
@@ -256,13 +260,15 @@ class Engine:
             PromptTooLongError: prompt and max_tokens exceed the model's positions.
             IncompatiblePoolError: the prompt does not start with the segment's tokens.
             InvalidRequestError: an empty prompt, or nothing after the shared context.
-            UnknownCodecError, UnsupportedModelError: the context cannot be stored with that codec.
+            UnknownCodecError, UnsupportedModelError: the context cannot be stored with that codec, or the tokenizer is too slow a
+                kind for grammars.
             ContextReleasedError: the segment is no longer in the pool.
             EngineOverloaded: max_waiting requests wait already.
             EngineClosedError: the engine is closed, has died, or was made before a fork.
         """
         self._check_process()
         self._check_request(request)
+        matcher = self._matcher(request.sampling.grammar)
         handle = RequestHandle(request, engine=id(self))
         # leased from now on: a context released while the request waits must still be there when its turn comes
         lease = None
@@ -272,7 +278,9 @@ class Engine:
         if lease is None and request.segment is not None:
             lease = self.pool.lease(request.segment, owner=handle)
         try:
-            sequence = Sequence(handle, lease, self.model, self.tokenizer, self._eos_ids)
+            sequence = Sequence(
+                handle, lease, self.model, self.tokenizer, self._eos_ids, matcher, fast_forward=self._fast_forward
+            )
             with self._changed:
                 self._check_open()
                 self._check_room()
@@ -287,6 +295,13 @@ class Engine:
                 lease.release()
             raise
         return handle
+
+    def _matcher(self, grammar: Grammar | None) -> GrammarMatcher | None:
+        """Compiled in the caller's thread: a large grammar must not hold up the steps of others."""
+        if grammar is None:
+            return None
+        vocabulary = embedding_weight(self.model).shape[0]
+        return compiler_for(self.tokenizer, vocabulary, self._eos_ids).matcher(grammar)
 
     def _check_room(self) -> None:
         waiting = len(self._scheduler.waiting) + sum(len(job.sequences) for job in self._builds)
@@ -675,6 +690,7 @@ class Engine:
             self._recover(batch, error)
             return
         choosing = [work.sequence for work in batch.work if work.wants_token]
+        before = sum(len(sequence.generated) for sequence in choosing)
         for work in batch.work:
             work.sequence.advance(work.rows)
         for sequence, choice in zip(choosing, sample_batch([s.sampler for s in choosing], logits), strict=True):
@@ -692,7 +708,7 @@ class Engine:
             self._counters["prefill_tokens"] += prompt_rows - batch.build_rows
             self._counters["build_tokens"] += batch.build_rows
             self._counters["batch_size"] = len(batch.work)
-            self._recent.append((len(choosing), seconds))
+            self._recent.append((sum(len(s.generated) for s in choosing) - before, seconds))
             callbacks = list(self._callbacks)
         if callbacks:
             report = StepReport(seconds, decoding, prompt_rows - batch.build_rows, batch.build_rows, self.stats())
@@ -706,12 +722,13 @@ class Engine:
         if isinstance(choice, Exception):
             self._end(sequence, choice)
             return
+        before = len(sequence.generated)
         try:
             completion = sequence.accept(choice)
         except Exception as error:
             self._end(sequence, error)
             return
-        self._count(generated_tokens=1)
+        self._count(generated_tokens=len(sequence.generated) - before)
         if completion is not None:
             self._end(sequence, None)
             sequence.handle.finish(completion)

@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_counts
 from polykv.errors import EngineClosedError, ModelNotFoundError
@@ -179,6 +179,12 @@ class EngineReference:
                     deterministic=spec.deterministic,
                 )
             return entry.engine
+
+    @property
+    def config(self) -> PreTrainedConfig | None:
+        """The model's configuration, if the model is in memory."""
+        weights = self._weights or self._entry.weights
+        return None if weights is None else weights.model.config
 
     @property
     def loaded(self) -> bool:

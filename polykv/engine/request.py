@@ -39,6 +39,7 @@ class Request:
         priority: requests of a higher one start earlier; equal ones in order of arrival. Running requests are never
             interrupted.
         timeout: seconds from submission after which the request fails, or None.
+        visible_tokens: special tokens whose text the answer shows (marks of tool calls); others are left out.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -51,9 +52,13 @@ class Request:
     codec: str | Codec | None = None
     priority: int = 0
     timeout: float | None = None
+    visible_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", checked_ids(self.token_ids))
+        visible = self.visible_tokens
+        if not isinstance(visible, frozenset) or not all(isinstance(i, int) and i >= 0 for i in visible):
+            raise InvalidRequestError(f"visible_tokens must be a frozenset of token ids, got {visible!r:.60}")
         for name, wanted in (("sampling", SamplingParams), ("segment", KVSegment)):
             given = getattr(self, name)
             if not isinstance(given, wanted) and not (name == "segment" and given is None):
@@ -102,6 +107,7 @@ class Completion:
         tail_bytes: bytes of the private tail at its largest.
         timing: seconds.
         logprobs: one :class:`Choice` a generated id, if log-probabilities were asked for.
+        stop_string: the stop string that ended the answer, or None.
     """
 
     text: str
@@ -112,6 +118,7 @@ class Completion:
     tail_bytes: int
     timing: Timing
     logprobs: tuple[Choice, ...] | None = None
+    stop_string: str | None = None
 
 
 class RequestHandle:

@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from polykv.engine.grammar import Grammar, GrammarMatcher, masks_of
 from polykv.errors import InvalidRequestError, NonFiniteLogitsError
 
 MIN_TEMPERATURE = 1e-6
@@ -67,6 +68,7 @@ class SamplingParams:
         logit_bias: ``{token id: -100..100}``, added to logits; -100 bans the token. Kept as sorted pairs.
         logprobs: whether each token's log-probability is wanted.
         top_logprobs: for each token, log-probabilities of this many most likely ones too, 0 to 20; needs ``logprobs``.
+        grammar: what the answer must be; tokens that would leave it are never chosen. None: anything.
 
     Raises:
         InvalidRequestError: a value is out of range or of the wrong kind.
@@ -85,6 +87,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or self.temperature < 0:
@@ -119,6 +122,10 @@ class SamplingParams:
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(f"top_logprobs is {self.top_logprobs} but logprobs is off; set logprobs=True too")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequestError(
+                f"grammar must be a Grammar, got {self.grammar!r:.60}; make one with Grammar.json_schema(...), regex or choice"
+            )
         object.__setattr__(self, "stop", self._checked_stop())
         object.__setattr__(self, "top_k", self.top_k or 0)
         object.__setattr__(self, "logit_bias", self._checked_bias())
@@ -295,12 +302,18 @@ class Sampler:
         processors: further processors of this request (a grammar's mask, say), called with ids ``[1, T]`` of prompt
             and answer and scores ``[1, V]`` after bias and penalties and before the temperature, where ``generate``
             puts its ``logits_processor``.
+        matcher: of the parameters' grammar.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_ids: Sequence[int], processors: Sequence[LogitsProcessor] = ()
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        processors: Sequence[LogitsProcessor] = (),
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self._params = params
+        self.matcher = matcher
         # each with the ids that it reads, or None
         self._processors: list[tuple[LogitsProcessor, _Ids | None]] = []
         self._warpers: list[LogitsProcessor] = []
@@ -342,14 +355,36 @@ class Sampler:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the token is the largest logit's and nothing else is asked for."""
+        """Whether the token is the largest logit's, of those that a grammar allows, and nothing else is asked for."""
         return self._generator is None and not self._processors and not self._params.logprobs
 
-    def sample(self, logits: Tensor) -> Choice:
+    @property
+    def finished(self) -> bool:
+        """Whether the grammar allows nothing more."""
+        return self.matcher is not None and self.matcher.finished
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, since the grammar leaves no choice; each is to be passed to :meth:`take`."""
+        if self.matcher is None or self._params.logprobs:  # nobody computes the logits of a forced token's place
+            return []
+        return self.matcher.forced()
+
+    def take(self, token_id: int) -> None:
+        """Counts a forced token as part of the answer, as if it had been drawn.
+
+        Raises:
+            InvalidRequestError: the grammar does not allow it.
+        """
+        if self._generator is not None:  # a draw among one uses up a number too
+            torch.rand((), generator=self._generator, dtype=torch.float64)
+        self._observe(token_id)
+
+    def sample(self, logits: Tensor, mask: Tensor | None = None) -> Choice:
         """Chooses a token, and counts it as part of the answer.
 
         Args:
             logits: ``[V]`` of the last position.
+            mask: ``[V]`` bool, the tokens that the grammar allows; computed if it is None and there is a grammar.
 
         Raises:
             NonFiniteLogitsError: a logit is NaN or infinite, before or after the processors.
@@ -361,6 +396,8 @@ class Sampler:
         row = raw
         for processor, ids in self._processors:
             row = processor(None if ids is None else ids.view(), row)
+        if self.matcher is not None:
+            row = row.masked_fill(~self._mask(mask), -math.inf)
         best = int(row.argmax())  # NaN counts as the largest, and of equal ones the first is taken
         largest = float(row[0, best])
         if not math.isfinite(largest):
@@ -404,7 +441,33 @@ class Sampler:
         index = int(torch.searchsorted(sums, point, right=True))
         return index if ids is None else int(ids[index])
 
+    def _mask(self, mask: Tensor | None) -> Tensor:
+        assert self.matcher is not None
+        if mask is None:
+            mask = masks_of([self.matcher])[0]
+        self.matcher.fail()
+        return mask
+
+    def choose_plain(self, scores: Tensor, mask: Tensor) -> int:
+        """The most likely token that a grammar allows, counted as part of the answer.
+
+        Args:
+            scores: ``[V]``, finite.
+            mask: ``[V]`` bool.
+
+        Raises:
+            InvalidRequestError: the grammar allows none.
+        """
+        row = scores.masked_fill(~self._mask(mask), -math.inf)
+        best = int(row.argmax())
+        if row[best] == -math.inf:
+            self._fail(-math.inf)
+        self._observe(best)
+        return best
+
     def _observe(self, token_id: int) -> None:
+        if self.matcher is not None:
+            self.matcher.consume(token_id)
         if self._seen_ids is not None and token_id not in self._seen:
             self._seen.add(token_id)
             self._seen_ids.append(token_id)
@@ -416,8 +479,8 @@ class Sampler:
     def _fail(self, largest: float) -> None:
         if largest == -math.inf:
             raise InvalidRequestError(
-                "every token is banned, so none can be chosen: logit_bias and the request's processors together must "
-                "leave at least one; take some bans back"
+                "every token is banned, so none can be chosen: logit_bias, the request's processors and its grammar together "
+                "must leave at least one; take some bans back"
             )
         raise NonFiniteLogitsError(
             f"the request's processors turned finite logits into {largest}, so no token can be chosen; "
@@ -452,16 +515,27 @@ def sample_batch(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | E
         best = torch.where(torch.isfinite(scores.sum(dim=-1)), scores.argmax(dim=-1), -1).tolist()
     if not all(plain):
         logits = logits.cpu()  # once, not a transfer for each row
+    constrained = [index for index, sampler in enumerate(samplers) if sampler.matcher is not None]
+    masks = dict(zip(constrained, _masks([samplers[index] for index in constrained]), strict=True))
     choices: list[Choice | Exception] = []
     for index, sampler in enumerate(samplers):
-        if plain[index] and best[index] >= 0:
-            choices.append(Choice(best[index]))
-            continue
+        mask = masks.get(index)
         try:
-            choices.append(sampler.sample(logits[index]))
+            if not plain[index] or best[index] < 0:
+                choices.append(sampler.sample(logits[index], mask))
+            elif mask is None:
+                choices.append(Choice(best[index]))
+            else:
+                choices.append(Choice(sampler.choose_plain(scores[index].cpu(), mask)))
         except Exception as error:  # whatever a processor raises is that request's alone
             choices.append(error)
     return choices
+
+
+def _masks(samplers: Sequence[Sampler]) -> Sequence[Tensor]:
+    """The masks of grammars, for each vocabulary together (a step has one)."""
+    matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
+    return list(masks_of(matchers)) if matchers else []
 
 
 def _check_finite(row: Tensor) -> None:

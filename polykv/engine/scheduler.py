@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from polykv.engine.detokenizer import Detokenizer
+from polykv.engine.grammar import GrammarMatcher
 from polykv.engine.pacing import share_rows
 from polykv.engine.request import Completion, FinishReason, RequestHandle, Timing
 from polykv.engine.sampling import Choice, Sampler
@@ -33,6 +34,8 @@ class Sequence:
         model: decides the tail's shape.
         tokenizer: turns ids into text.
         eos_ids: ids that end the answer.
+        matcher: of the request's grammar, or None.
+        fast_forward: take the tokens that the grammar forces at once.
 
     Attributes:
         handle: the caller's end.
@@ -50,16 +53,19 @@ class Sequence:
         model: PreTrainedModel,
         tokenizer: Any,
         eos_ids: frozenset[int],
+        matcher: GrammarMatcher | None = None,
+        fast_forward: bool = True,
     ) -> None:
         request = handle.request
         self.handle = handle
         self.lease = lease
         self._model = model
         self.generated: list[int] = []
-        self.sampler = Sampler(request.sampling, request.token_ids)
+        self.sampler = Sampler(request.sampling, request.token_ids, matcher=matcher)
+        self._fast_forward = fast_forward
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, request.visible_tokens)
         self._stops = StopMatcher(request.sampling.stop)
         self._text: list[str] = []
         self._choices: list[Choice] = []
@@ -106,9 +112,22 @@ class Sequence:
         self.position += rows
 
     def accept(self, choice: Choice) -> Completion | None:
-        """Takes a chosen token; returns the completion if it was the last."""
+        """Takes a chosen token, and those that its grammar forces after it; returns the completion if one was the last."""
         if self._first_token_at is None:
             self._first_token_at = time.perf_counter()
+        completion = self._take(choice)
+        self.pending = [choice.token_id]
+        if completion is not None or not self._fast_forward:
+            return completion
+        for token_id in self.sampler.forced():
+            self.sampler.take(token_id)
+            completion = self._take(Choice(token_id))
+            if completion is not None:
+                return completion
+            self.pending.append(token_id)
+        return None
+
+    def _take(self, choice: Choice) -> Completion | None:
         token_id = choice.token_id
         self.generated.append(token_id)
         if self.handle.request.sampling.logprobs:
@@ -116,11 +135,10 @@ class Sequence:
         if token_id in self._eos_ids:
             return self._complete("stop")
         self._emit(self._stops.feed(self._detokenizer.feed(token_id)))
-        if self._stops.stopped:
+        if self._stops.stopped or self.sampler.finished:
             return self._complete("stop")
         if len(self.generated) >= self.handle.request.sampling.max_tokens:
             return self._complete("length")
-        self.pending = [token_id]
         return None
 
     def _emit(self, piece: str) -> None:
@@ -145,6 +163,7 @@ class Sequence:
             tail_bytes=self.tail.nbytes,
             timing=Timing(started - submitted, first - submitted, now - submitted),
             logprobs=tuple(self._choices) if self.handle.request.sampling.logprobs else None,
+            stop_string=self._stops.found,
         )
 
     def release(self) -> None:
@@ -193,7 +212,7 @@ class Batch:
     @property
     def decoding(self) -> int:
         """Rows that are tokens of answers."""
-        return sum(work.decodes for work in self.work)
+        return sum(work.rows for work in self.work if work.decodes)
 
     @property
     def prompt_rows(self) -> int:
@@ -217,7 +236,7 @@ class Batch:
 class Scheduler:
     """Starts requests by priority and arrival. Every running one takes part in every forward.
 
-    Decoding requests contribute a row each. Prompts, and a segment that is being built, share a number of further rows evenly:
+    Decoding requests contribute a row each (and one for each token that a grammar has forced). Prompts, and a segment that is being built, share a number of further rows evenly:
     a long one neither stalls the answers in progress nor keeps a short one behind it from starting.
 
     Args:
@@ -255,7 +274,7 @@ class Scheduler:
             build: a segment in the making, or None.
             chunk: give each prompt and the segment exactly this many rows of what they have left, whatever else runs.
         """
-        decoding = [Work(s, 1) for s in self.running if s.generated]
+        decoding = [Work(s, len(s.pending)) for s in self.running if s.generated]
         prompts = [s for s in self.running if not s.generated]
         wanted = [len(s.pending) for s in prompts] + ([build.remaining] if build is not None else [])
         shares = share_rows(wanted, prompt_rows) if chunk is None else [min(rows, chunk) for rows in wanted]

@@ -13,12 +13,17 @@ class StopMatcher:
 
     Args:
         stops: non-empty strings.
+
+    Attributes:
+        stopped: whether a stop string has come.
+        found: which.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
+        self.found: str | None = None
 
     def feed(self, piece: str) -> str:
         """Takes a piece and returns what is certain now. After a stop was found it returns nothing more."""
@@ -32,7 +37,9 @@ class StopMatcher:
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.found = text[start:end]
+            return text[:start]
         keep = self._undecided(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -23,15 +23,17 @@ from urllib.request import getproxies
 
 import torch
 from filelock import FileLock
+from gguf import GGUFReader
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from platformdirs import user_cache_path
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from polykv.errors import InvalidRequestError, ModelNotFoundError
 from polykv.models.linear import narrow_linears, quantize_linears
+from polykv.models.support import max_positions
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +169,17 @@ def _sha256(path: Path, report: Callable[[int], None]) -> str:
     return sha.hexdigest()
 
 
+def _stamp_key(path: Path) -> str:
+    stat = path.stat()
+    return hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:24]
+
+
+def _converted(path: Path, stamp: Path) -> tuple[str, Path]:
+    """The remembered digest of a GGUF file (empty if none is) and the folder of its conversion."""
+    remembered = stamp.read_text().strip() if stamp.is_file() else ""
+    return remembered, stamp.parent / f"{path.stem}-{remembered[:12]}-v{CONVERSION_VERSION}"
+
+
 def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: ProgressCallback | None = None) -> Path:
     """Converts a GGUF file to a float32 transformers folder in the cache, once; returns the folder.
 
@@ -180,13 +193,12 @@ def convert_gguf(path: Path, *, expected_sha256: str | None = None, progress: Pr
     """
     # The digest of a file that has not changed is remembered by a stamp, so that a warm start reads nothing.
     stat = path.stat()
-    stamp_key = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:24]
+    stamp_key = _stamp_key(path)
     root = cache_dir() / "converted"
     root.mkdir(parents=True, exist_ok=True)
     stamp = root / f"{stamp_key}.sha256"
     with FileLock(root / f"{stamp_key}.lock"):
-        remembered = stamp.read_text().strip() if stamp.is_file() else ""
-        folder = root / f"{path.stem}-{remembered[:12]}-v{CONVERSION_VERSION}"
+        remembered, folder = _converted(path, stamp)
         if remembered and (folder / "config.json").is_file() and expected_sha256 in (None, remembered):
             return folder
         units = {
@@ -278,6 +290,40 @@ def _convert(path: Path, folder: Path, advance: Callable[[str], None]) -> None:
         raise ModelNotFoundError(f"{path} cannot be read as a GGUF model: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@lru_cache(maxsize=16)
+def _gguf_positions(path: Path, stamp_key: str) -> int:
+    fields = GGUFReader(path).fields
+    return int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
+
+
+def positions_of(model: str, revision: str | None = None) -> int | None:
+    """Positions that a model was made for, from its configuration alone: no weights are loaded and no hub is asked.
+
+    Args:
+        model: as for :func:`load_model`.
+        revision: branch, tag or commit of a hub id.
+
+    Returns:
+        None where only loading the model would tell.
+    """
+    try:
+        path = _packaged_file(model.lower()) if model.lower() in PACKAGED_MODELS else Path(model).expanduser()
+        if path.is_file():
+            stamp_key = _stamp_key(path)
+            _, folder = _converted(path, cache_dir() / "converted" / f"{stamp_key}.sha256")
+            if not (folder / "config.json").is_file():
+                return _gguf_positions(path, stamp_key)
+            model = str(folder)
+        config = AutoConfig.from_pretrained(
+            str(Path(model).expanduser()) if Path(model).expanduser().is_dir() else model,
+            revision=revision or "main",
+            local_files_only=True,
+        )
+        return max_positions(config.get_text_config())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
 
 
 def load_model(
