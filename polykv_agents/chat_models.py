@@ -8,55 +8,67 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from pydantic import ConfigDict, Field, PrivateAttr
 from transformers import PreTrainedModel
 
 from polykv.codecs import DEFAULT_CODEC, get_codec
-from polykv.engine import Completion, Engine, Request, RequestHandle, SamplingParams
+from polykv.engine import Completion, Engine, Request, RequestHandle
 from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING
 from polykv.engine.registry import EngineReference, EngineSpec, LoadedModel, register_object
 from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
-from polykv.models.loading import DEFAULT_MODEL, ProgressCallback
-from polykv.pool import KVSegment, SharedKVPool
-from polykv_agents.rendering import Renderer, SharedInput, message_turn, shared_turns
+from polykv.models.loading import DEFAULT_MODEL, ProgressCallback, positions_of
+from polykv.models.support import max_positions
+from polykv.pool import SharedKVPool
+from polykv_agents.answers import AnswerReader
+from polykv_agents.calls import (
+    SAMPLING_KEYWORDS,
+    Plan,
+    build_marked,
+    check_keywords,
+    marks_of,
+    plan_call,
+    render_prompt,
+    request_options,
+    sampling_of,
+)
+from polykv_agents.contexts import Contexts, contexts_of
+from polykv_agents.rendering import Renderer
 from polykv_agents.shared_context import SharedContext
+from polykv_agents.structured_output import Method, structured_output
+from polykv_agents.tool_calls.registry import get_format
+from polykv_agents.tools import TOOL_KEYWORDS, ask_of, normalize_tool_choice, tool_schemas
+from polykv_agents.turns import SharedInput, Turn, shared_turns
 from polykv_agents.usage import response_metadata, usage_metadata
 
 logger = logging.getLogger(__name__)
 
-CALL_KEYWORDS = (
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "stop",
-    "seed",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "logprobs",
-    "top_logprobs",
-    "timeout",
-    "priority",
+_renderers: weakref.WeakKeyDictionary[Engine, dict[tuple[str | None, str | None], Renderer]] = (
+    weakref.WeakKeyDictionary()
 )
-"""Keyword arguments of ``invoke``, ``stream``, ``bind`` and their kin."""
-
-_REQUEST_KEYWORDS = ("timeout", "priority")  # those that are not about sampling
-
-_renderers: weakref.WeakKeyDictionary[Engine, dict[str | None, Renderer]] = weakref.WeakKeyDictionary()
 
 T = TypeVar("T")
+
+
+@dataclass
+class _Running:
+    """A call in the engine."""
+
+    llm: ChatPolyKV
+    handle: RequestHandle
+    reader: AnswerReader
+    facts: dict[str, Any] | None
+    created: int
 
 
 class ChatPolyKV(BaseChatModel):
@@ -93,9 +105,16 @@ class ChatPolyKV(BaseChatModel):
             await analyst.ainvoke("...")
             analyst.batch(["...", "..."])
 
+    Tools, and answers as objects; what the model writes is held to the schemas while it writes:
+        .. code-block:: python
+
+            llm.bind_tools([search], tool_choice="any").invoke("...").tool_calls
+            llm.with_structured_output(Person).invoke("...")  # a Person
+
+    Cache marks of Anthropic's and OpenAI's APIs on content blocks share what is before them, without any other change.
+
     Objects that are equal in model, device, dtype, revision and batching share one engine and its weights; the weights
-    are loaded at first use, or by :meth:`load`. Copies share the engine too. Tools and structured output are not
-    supported yet.
+    are loaded at first use, or by :meth:`load`. Copies and pickles share the engine too.
     """
 
     model_config = ConfigDict(
@@ -133,6 +152,12 @@ class ChatPolyKV(BaseChatModel):
     model's own distribution, before penalties and temperature."""
     top_logprobs: int | None = None
     """For each token, those of so many most likely ones too, 0 to 20; needs ``logprobs``."""
+    tool_format: str | None = None
+    """How the model writes tool calls (``hermes``, ``mistral``, ...); found from its chat template by default."""
+    streaming: bool = False
+    """Whether LangChain streams inside ``invoke`` too; answers are the same."""
+    max_retries: int | None = None
+    """Accepted for compatibility: a local model has no connection that could fail."""
     chat_template: str | None = Field(default=None, repr=False)
     """Used instead of the tokenizer's own template."""
     device: str | None = None
@@ -158,12 +183,16 @@ class ChatPolyKV(BaseChatModel):
     """torch threads of the engine."""
     trust_remote_code: bool = False
     """Run code that a checkpoint brings."""
+    profile: ModelProfile | None = Field(default=None, exclude=True, repr=False)
+    """What the model can do, in LangChain's terms; found out by default. A shared context takes positions from
+    ``max_input_tokens``."""
     shared_context: SharedContext | None = Field(default=None, exclude=True, repr=False)
     """The context that every call reads; see :meth:`with_context`."""
 
     _reference: EngineReference = PrivateAttr()
     _is_reader: bool = PrivateAttr(default=False)
     _is_closed: bool = PrivateAttr(default=False)
+    _siblings: dict[str, ChatPolyKV] = PrivateAttr(default_factory=dict)
 
     def __init__(
         self,
@@ -201,8 +230,10 @@ class ChatPolyKV(BaseChatModel):
             raise InvalidRequestError(f"tokenizer= goes with a loaded model, but model is the name {model!r}")
         super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         get_codec(self.codec)
-        self._request_options({})
-        self._sampling({}, None)
+        if self.tool_format is not None:
+            get_format(self.tool_format)
+        request_options(self, {})
+        sampling_of(self, {}, None)
         spec = EngineSpec(
             self.model,
             self.device,
@@ -216,6 +247,9 @@ class ChatPolyKV(BaseChatModel):
             self.weights,
         )
         self._reference = EngineReference(spec, weights)
+        if self.profile is None:
+            # not an assignment: a copy with other fields must find out for itself
+            self.__dict__["profile"] = self._resolve_model_profile()
 
     # -------------------------------------------------------------------------------------- the shared context
 
@@ -244,7 +278,12 @@ class ChatPolyKV(BaseChatModel):
         self._reference.engine(progress)
 
     def share(
-        self, context: SharedInput, *, codec: str | None = None, progress: ProgressCallback | None = None
+        self,
+        context: SharedInput,
+        *,
+        name: str | None = None,
+        codec: str | None = None,
+        progress: ProgressCallback | None = None,
     ) -> SharedContext:
         """Prefills a context once and compresses it; sharing the same one again finds it.
 
@@ -256,6 +295,7 @@ class ChatPolyKV(BaseChatModel):
 
         Args:
             context: a text or document, several of them, or messages (``("human", "...")`` pairs too).
+            name: by which calls may name it too, as ``shared_context`` or ``prompt_cache_key``; the newest of a name counts.
             codec: how to store it; this object's codec by default.
             progress: called with ``"prefill"`` (tokens) or ``"encode"`` (layers), units done and units in all.
 
@@ -270,10 +310,17 @@ class ChatPolyKV(BaseChatModel):
         turns = shared_turns(context)
         ids = self._render().shared_ids(turns)
         segment = self.engine.share(ids, codec or self.codec, progress)
-        return SharedContext(self.pool, segment, turns)
+        shared = SharedContext(self.pool, segment, turns, name)
+        self._contexts().remember(shared, name)
+        return shared
 
     async def ashare(
-        self, context: SharedInput, *, codec: str | None = None, progress: ProgressCallback | None = None
+        self,
+        context: SharedInput,
+        *,
+        name: str | None = None,
+        codec: str | None = None,
+        progress: ProgressCallback | None = None,
     ) -> SharedContext:
         """As :meth:`share`, without blocking the event loop. ``progress`` is called in another thread."""
         abandoned = threading.Event()
@@ -285,36 +332,71 @@ class ChatPolyKV(BaseChatModel):
                 progress(phase, done, total)
 
         try:
-            return await asyncio.to_thread(self.share, context, codec=codec, progress=report)
+            return await asyncio.to_thread(self.share, context, name=name, codec=codec, progress=report)
         except asyncio.CancelledError:
             # The thread goes on to its next report; a context that is finished meanwhile is collected, and so given back.
             abandoned.set()
             raise
 
-    def with_context(self, context: SharedContext | None) -> ChatPolyKV:
+    def find_context(self, reference: str) -> SharedContext | None:
+        """The live shared context of an id or a name; None if this process holds none."""
+        return self._contexts().find(reference)
+
+    def _contexts(self) -> Contexts:
+        return contexts_of(self.engine)
+
+    def with_context(self, context: SharedContext | str | None, *, rebuild: SharedInput | None = None) -> ChatPolyKV:
         """A copy on the same engine whose calls read ``context``; None for one without.
 
+        Args:
+            context: the handle that :meth:`share` returned, or the id or name of a live one: ids can be kept in a
+                graph's state, handles cannot.
+            rebuild: what was shared, to share it again if no live context has this id or name, as after a restart.
+
         Raises:
-            InvalidRequestError: it is no SharedContext.
-            IncompatiblePoolError: the context belongs to another model or tokenizer.
+            InvalidRequestError: it is no SharedContext and no text.
+            SharedContextMissing: no live context has this id or name, and there is no ``rebuild``.
+            IncompatiblePoolError: the context belongs to another model or tokenizer, or ``rebuild`` is not what the id
+                stands for.
             ContextReleasedError: it has been released.
         """
+        if isinstance(context, str):
+            context = self._found(context, rebuild)
         if context is not None:
-            if not isinstance(context, SharedContext):
-                raise InvalidRequestError(
-                    f"with_context takes the SharedContext that share() returned, got {context!r:.60}"
-                )
-            segment, _ = context.reading()
-            reason = self.pool.identity.mismatch(segment.model)
-            if reason is not None or segment not in self.pool.segments:
-                raise IncompatiblePoolError(
-                    f"the shared context was made by {segment.model.name!r} in another pool"
-                    + (f" (its {reason} differs)" if reason else "")
-                    + "; call share() on this chat model"
-                )
+            self._check_context(context)
         reader = self.model_copy(update={"shared_context": context})
+        reader.__dict__["profile"] = self._profile_within(context, self.profile, self.shared_context)
         reader._is_reader = True
         return reader
+
+    def _found(self, reference: str, rebuild: SharedInput | None) -> SharedContext:
+        known = self.find_context(reference)
+        if known is not None:
+            return known
+        if rebuild is None:
+            return self._contexts().get(reference)
+        is_id = len(reference) == 64 and all(letter in "0123456789abcdef" for letter in reference)
+        context = self.share(rebuild, name=None if is_id else reference)
+        if is_id and context.id != reference:
+            raise IncompatiblePoolError(
+                f"rebuild= is the text of context {context.id[:12]} and not of {reference[:12]}: the text, the chat template or the model has "
+                "changed since; share it as a new context"
+            )
+        return context
+
+    def _check_context(self, context: SharedContext) -> None:
+        if not isinstance(context, SharedContext):
+            raise InvalidRequestError(
+                f"with_context takes the SharedContext that share() returned, or its id, got {context!r:.60}"
+            )
+        segment, _ = context.reading()
+        reason = self.pool.identity.mismatch(segment.model)
+        if reason is not None or segment not in self.pool.segments:
+            raise IncompatiblePoolError(
+                f"the shared context was made by {segment.model.name!r} in another pool"
+                + (f" (its {reason} differs)" if reason else "")
+                + "; call share() on this chat model"
+            )
 
     def close(self) -> None:
         """Gives the engine up, with every copy of this object. Idempotent.
@@ -332,79 +414,87 @@ class ChatPolyKV(BaseChatModel):
     def _render(self) -> Renderer:
         # kept with the engine and not here: a copy of this object must not copy the tokenizer
         renderers = _renderers.setdefault(self.engine, {})
-        if self.chat_template not in renderers:
-            renderers[self.chat_template] = Renderer(self.engine.tokenizer, self.chat_template)
-        return renderers[self.chat_template]
-
-    def _sampling(self, kwargs: dict[str, Any], stop: list[str] | None) -> SamplingParams:
-        unknown = sorted(set(kwargs) - set(CALL_KEYWORDS))
-        if unknown:
-            raise InvalidRequestError(
-                f"unknown keyword argument(s) {', '.join(map(repr, unknown))}; ChatPolyKV takes {', '.join(CALL_KEYWORDS)}"
+        key = (self.chat_template, self.tool_format)
+        if key not in renderers:
+            renderers[key] = Renderer(
+                self.engine.tokenizer,
+                self.chat_template,
+                None if self.tool_format is None else get_format(self.tool_format),
             )
-        chosen = {name: kwargs[name] for name in CALL_KEYWORDS if kwargs.get(name) is not None}
-        stops = stop if stop is not None else chosen.pop("stop", self.stop)
-        chosen.pop("stop", None)
-        if isinstance(stops, str):
-            stops = [stops]
-        defaults = {
-            name: value for name in CALL_KEYWORDS if name != "stop" and (value := getattr(self, name)) is not None
-        }
-        values = {name: value for name, value in {**defaults, **chosen}.items() if name not in _REQUEST_KEYWORDS}
-        if values.get("logprobs") is False and "top_logprobs" not in chosen:
-            values.pop("top_logprobs", None)  # logprobs=False of a call switches this object's top_logprobs off too
-        if isinstance(values.get("logit_bias"), Mapping):
-            values["logit_bias"] = _biases(values["logit_bias"])
-        return SamplingParams(**values, stop=tuple(stops or ()))
+        return renderers[key]
 
-    def _request_options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        options = {name: kwargs[name] if name in kwargs else getattr(self, name) for name in _REQUEST_KEYWORDS}
-        Request((0,), **options)  # says what is wrong with them before any work is done
-        return options
-
-    def _prompt(self, messages: Sequence[BaseMessage]) -> tuple[list[int], KVSegment | None, dict[str, Any] | None]:
-        """Token ids, the segment they start with, and what the answer's metadata will say of it."""
-        own = [message_turn(message) for message in messages]
-        if self.shared_context is None:
-            return self._render().ids(own), None, None
-        segment, shared = self.shared_context.reading()
-        ids = self._render().ids([*shared, *own])
-        facts: dict[str, Any] = {"id": segment.identity, "tokens": segment.num_tokens, "codec": segment.codec}
-        if ids[: segment.num_tokens] == segment.token_ids.tolist():
-            return ids, segment, facts
-        reason = "the chat template rendered the shared context differently for this call (a date in it, perhaps)"
-        logger.warning("shared context %s was not used: %s", segment.identity[:12], reason)
-        return ids, None, {**facts, "tokens": 0, "reason": reason}
-
-    def _submit(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
-    ) -> tuple[RequestHandle, dict[str, Any] | None]:
-        sampling = self._sampling(kwargs, stop)
-        options = self._request_options(kwargs)
-        ids, segment, facts = self._prompt(messages)
-        return self.engine.submit(Request(tuple(ids), segment, sampling, **options)), facts
-
-    def _metadata(self, completion: Completion, facts: dict[str, Any] | None) -> dict[str, Any]:
-        tokenizer = self.engine.tokenizer if completion.logprobs is not None else None
-        return response_metadata(completion, self.model, facts, tokenizer)
-
-    def _result(self, completion: Completion, facts: dict[str, Any] | None) -> ChatResult:
-        message = AIMessage(
-            content=completion.text,
-            usage_metadata=usage_metadata(completion),
-            response_metadata=self._metadata(completion, facts),
+    def _submit(self, plan: Plan) -> _Running:
+        request = Request(
+            tuple(plan.prompt.ids),
+            plan.segment,
+            plan.sampling,
+            visible_tokens=self._render().visible_ids() if plan.parser is not None else frozenset(),
+            **plan.options,
         )
+        return _Running(self, self.engine.submit(request), AnswerReader(plan.parser), plan.facts, plan.created)
+
+    def _for_call(self, kwargs: dict[str, Any]) -> ChatPolyKV:
+        """This object, or for ``model=`` of a call one of that model."""
+        model = kwargs.get("model")
+        if model is None or model == self.model:
+            return self
+        if not isinstance(model, str):
+            raise InvalidRequestError(
+                f"model= of a call is a name, got {model!r:.60}; make a ChatPolyKV of a model object"
+            )
+        if self.shared_context is not None:
+            raise IncompatiblePoolError(
+                f"model={model!r}: it cannot read the shared context of {self.model!r}; make a ChatPolyKV of it and share there"
+            )
+        if model not in self._siblings:
+            own = ("model", "revision", "chat_template", "tool_format", "shared_context", "profile")
+            fields = {name: getattr(self, name) for name in self.model_fields_set if name not in own}
+            self._siblings[model] = type(self)(model=model, **fields)
+        return self._siblings[model]
+
+    def _start(self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Running:
+        llm = self._for_call(kwargs)
+        plan = plan_call(llm, messages, stop, kwargs)
+        build_marked(llm, plan, wait=True)
+        return llm._submit(plan)
+
+    async def _astart(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> _Running:
+        llm = self._for_call(kwargs)
+        await llm._aload()
+        # finding where a mark's tokens end renders the text many times, the first time
+        marked = bool(marks_of(llm, messages, kwargs))
+        plan = (
+            await asyncio.to_thread(plan_call, llm, messages, stop, kwargs)
+            if marked
+            else plan_call(llm, messages, stop, kwargs)
+        )
+        if not build_marked(llm, plan, wait=False):
+            await asyncio.to_thread(build_marked, llm, plan, wait=True)
+        return llm._submit(plan)
+
+    def _facts_of(self, running: _Running, completion: Completion) -> tuple[UsageMetadata, dict[str, Any]]:
+        """Usage and response metadata, once the reader has seen the end."""
+        tokenizer = self.engine.tokenizer
+        thoughts = running.reader.thoughts
+        reasoning = len(tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+        usage = usage_metadata(completion, running.created, min(reasoning, len(completion.token_ids)))
+        reason = running.reader.finish_reason(completion)
+        return usage, response_metadata(completion, self.model, reason, running.facts, tokenizer)
+
+    def _result(self, running: _Running, completion: Completion) -> ChatResult:
+        running.reader.feed(completion.text)
+        running.reader.finish(completion)
+        message = running.reader.message(*running.llm._facts_of(running, completion))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last_chunk(self, completion: Completion, facts: dict[str, Any] | None) -> ChatGenerationChunk:
+    def _last_chunks(self, running: _Running, completion: Completion) -> list[ChatGenerationChunk]:
         # counts are added up, strings and lists joined when chunks are merged, so they ride on one chunk alone
-        message = AIMessageChunk(
-            content="",
-            usage_metadata=usage_metadata(completion),
-            response_metadata=self._metadata(completion, facts),
-            chunk_position="last",
-        )
-        return ChatGenerationChunk(message=message)
+        chunks = running.reader.finish(completion)
+        usage, metadata = running.llm._facts_of(running, completion)
+        last = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+        return [ChatGenerationChunk(message=chunk) for chunk in (*chunks, last)]
 
     def _generate(
         self,
@@ -413,11 +503,11 @@ class ChatPolyKV(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        handle, facts = self._submit(messages, stop, kwargs)
+        running = self._start(messages, stop, kwargs)
         try:
-            return self._result(handle.result(), facts)
+            return self._result(running, running.handle.result())
         finally:
-            handle.cancel()
+            running.handle.cancel()
 
     async def _agenerate(
         self,
@@ -426,12 +516,11 @@ class ChatPolyKV(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        await self._aload()
-        handle, facts = self._submit(messages, stop, kwargs)
+        running = await self._astart(messages, stop, kwargs)
         try:
-            return self._result(await handle.aresult(), facts)
+            return self._result(running, await running.handle.aresult())
         finally:
-            handle.cancel()
+            running.handle.cancel()
 
     def _stream(
         self,
@@ -440,16 +529,17 @@ class ChatPolyKV(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        handle, facts = self._submit(messages, stop, kwargs)
+        running = self._start(messages, stop, kwargs)
         try:
-            for piece in handle:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
-            yield self._last_chunk(handle.result(), facts)
+            for piece in running.handle:
+                for message in running.reader.feed(piece):
+                    chunk = ChatGenerationChunk(message=message)
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+            yield from self._last_chunks(running, running.handle.result())
         finally:
-            handle.cancel()
+            running.handle.cancel()
 
     async def _astream(
         self,
@@ -458,17 +548,18 @@ class ChatPolyKV(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        await self._aload()
-        handle, facts = self._submit(messages, stop, kwargs)
+        running = await self._astart(messages, stop, kwargs)
         try:
-            async for piece in handle:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+            async for piece in running.handle:
+                for message in running.reader.feed(piece):
+                    chunk = ChatGenerationChunk(message=message)
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+            for chunk in self._last_chunks(running, await running.handle.aresult()):
                 yield chunk
-            yield self._last_chunk(await handle.aresult(), facts)
         finally:
-            handle.cancel()
+            running.handle.cancel()
 
     async def _aload(self) -> None:
         """Loading weights takes seconds, which the event loop must not wait for."""
@@ -493,31 +584,77 @@ class ChatPolyKV(BaseChatModel):
         """
         return _run(self.abatch(inputs, config, return_exceptions=return_exceptions, **kwargs))
 
-    # ------------------------------------------------------------------------------------------- not supported
+    # ----------------------------------------------------------------------------------- tools, structured output
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[LanguageModelInput, AIMessage]:
-        """Not supported yet.
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A copy whose calls may call tools.
+
+        What the model writes is held to the tools' schemas while it writes (constrained decoding), so a call that ends
+        is always valid, and a choice is always obeyed.
+
+        Args:
+            tools: LangChain tools, functions, pydantic classes, TypedDicts, JSON schemas, or dicts in OpenAI's or
+                Anthropic's form.
+            tool_choice: None or ``"auto"``: text or calls; ``"any"``, ``"required"`` or True: at least one call;
+                ``"none"``: text only, and the prompt does not tell of the tools; a tool's name, or a dict of OpenAI's or
+                Anthropic's API: a call of that tool.
+            parallel_tool_calls: whether an answer may hold several calls; None: yes, unless one tool is named.
+            strict: True makes all properties required, as OpenAI's strict mode does; False allows arguments beyond a tool's properties.
+            **kwargs: further keyword arguments of a call: ``response_format``, ``temperature``, ...
+
+        Returns:
+            A runnable binding, which ``invoke``, ``stream``, ``with_retry`` and graphs take as they take the model.
 
         Raises:
-            NotImplementedError: always, with what to do instead.
+            InvalidRequestError: what is no tool, a broken schema or one that no grammar can express, an unknown tool in
+                ``tool_choice``, or an unknown keyword argument.
         """
-        raise NotImplementedError(
-            "ChatPolyKV does not support tools yet. Call the function in a graph node of its own, or ask for a choice in "
-            "plain text and route on it with a conditional edge"
-        )
+        check_keywords({key: value for key, value in kwargs.items() if key != "ls_structured_output_format"})
+        schemas = tool_schemas(tools, strict=strict)
+        choice = normalize_tool_choice(tool_choice, [schema["function"]["name"] for schema in schemas])
+        bound: dict[str, Any] = {"tools": schemas, **kwargs}
+        if tool_choice is not None:
+            bound["tool_choice"] = choice
+        if parallel_tool_calls is not None:
+            bound["parallel_tool_calls"] = parallel_tool_calls
+        if strict is not None:
+            bound["strict"] = strict
+        ask_of(**{name: bound[name] for name in TOOL_KEYWORDS if name in bound})
+        return self.bind(**bound)
 
     def with_structured_output(
-        self, schema: Any, *, include_raw: bool = False, **kwargs: Any
+        self,
+        schema: Any = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Not supported yet.
+        """A runnable that gives objects; the answer is held to the schema while it is written.
+
+        Args:
+            schema: pydantic class (objects of it come out), TypedDict or JSON schema (dicts come out).
+            method: ``"json_schema"``: the answer is the object, and the prompt tells the schema; ``"function_calling"``: it
+                is the arguments of a call; ``"json_mode"``: as json_schema, but the prompt is left to you. None as schema,
+                with json_mode only: any JSON object.
+            include_raw: give ``{"raw", "parsed", "parsing_error"}`` and raise nothing for what cannot be parsed.
+            strict: with json_schema, False allows properties beyond the schema's; with function_calling see :meth:`bind_tools`.
+            **kwargs: further keyword arguments of a call.
 
         Raises:
-            NotImplementedError: always, with what to do instead.
+            InvalidRequestError: an unknown method, or a schema that is none or that no grammar can express.
+            OutputParserException: at a call: ``max_tokens`` or a stop string cut the answer.
         """
-        raise NotImplementedError(
-            "ChatPolyKV does not support structured output yet. Ask for JSON in the prompt and pipe the model into "
-            "langchain_core.output_parsers.JsonOutputParser()"
-        )
+        return structured_output(self, schema, method=method, strict=strict, include_raw=include_raw, bound=kwargs)
 
     # --------------------------------------------------------------------------------------------- description
 
@@ -535,9 +672,10 @@ class ChatPolyKV(BaseChatModel):
             "revision": self.revision,
             "dtype": self.dtype,
             "weights": self.weights,
-            **{name: getattr(self, name) for name in CALL_KEYWORDS if name not in _REQUEST_KEYWORDS},
+            **{name: getattr(self, name) for name in SAMPLING_KEYWORDS},
             "logit_bias": biases,
             "chat_template": self.chat_template,
+            "tool_format": self.tool_format,
             "shared_context": None if context is None else {"id": context.id, "codec": context.codec},
         }
 
@@ -549,23 +687,52 @@ class ChatPolyKV(BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the rendered prompt, the shared context included.
 
-        Raises:
-            InvalidRequestError: tools are given, which are not supported yet.
+        Args:
+            messages: of the call.
+            tools: as for :meth:`bind_tools`; what the prompt says of them is counted.
         """
-        if tools:
-            raise InvalidRequestError("tools are not supported yet, so their tokens cannot be counted")
-        return len(self._prompt(messages)[0])
+        context = self.shared_context
+        shared: Sequence[Turn] = () if context is None else context.reading()[1]
+        return len(render_prompt(self, messages, shared, ask_of(tools=tools), None).ids)
 
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        """What the model can do, without loading it. LangChain's base class asks before the fields below are set."""
+        reference = getattr(self, "_reference", None)
+        if reference is None:
+            return None
+        config = reference.config
+        positions = positions_of(self.model, self.revision) if config is None else max_positions(config)
+        profile = ModelProfile(
+            text_inputs=True,
+            text_outputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            image_outputs=False,
+            audio_outputs=False,
+            video_outputs=False,
+            tool_calling=True,
+            tool_choice=True,
+            tool_call_streaming=True,
+            structured_output=True,
+            temperature=True,
+            open_weights=True,
+        )
+        if positions is not None:
+            profile["max_input_tokens"] = positions
+            profile["max_output_tokens"] = positions
+        return self._profile_within(self.shared_context, profile, None)
 
-def _biases(logit_bias: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Biases by token id; OpenAI's API writes the ids as strings, since JSON has no other keys."""
-    biases: dict[Any, Any] = {}
-    for key, bias in logit_bias.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        if token_id in biases:
-            raise InvalidRequestError(f"logit_bias names token {token_id} twice, as a number and as a string; keep one")
-        biases[token_id] = bias
-    return biases
+    @staticmethod
+    def _profile_within(
+        context: SharedContext | None, profile: ModelProfile | None, before: SharedContext | None
+    ) -> ModelProfile | None:
+        """The profile of a reader: a context takes positions, so fewer are left for messages."""
+        limit = None if profile is None else profile.get("max_input_tokens")
+        if profile is None or limit is None:
+            return profile
+        freed, taken = (0 if shared is None else shared.end for shared in (before, context))
+        return {**profile, "max_input_tokens": limit + freed - taken}
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

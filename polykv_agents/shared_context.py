@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from polykv.errors import ContextReleasedError
 from polykv.pool import KVSegment, SharedKVPool
-from polykv_agents.rendering import Turn
+from polykv_agents.turns import Turn
 
 
 class SharedContext:
@@ -17,10 +18,11 @@ class SharedContext:
     reader have gone. It lives in one process: keep it in a closure or in LangGraph's runtime context, not in graph state.
     """
 
-    def __init__(self, pool: SharedKVPool, segment: KVSegment, turns: list[Turn]) -> None:
+    def __init__(self, pool: SharedKVPool, segment: KVSegment, turns: Sequence[Turn], name: str | None = None) -> None:
         self._pool = pool
         self._segment = segment
         self._turns = tuple(turns)
+        self._name = name
         self._give_back = weakref.finalize(self, pool.forget, segment)
         self._give_back.atexit = False
 
@@ -30,9 +32,19 @@ class SharedContext:
         return self._segment.identity
 
     @property
+    def name(self) -> str | None:
+        """The name given to :meth:`ChatPolyKV.share`."""
+        return self._name
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that every reader takes from the pool."""
         return self._segment.num_tokens
+
+    @property
+    def end(self) -> int:
+        """Position after its last token; more than ``num_tokens`` only where it was built on another context."""
+        return self._segment.end
 
     @property
     def num_bytes(self) -> int:

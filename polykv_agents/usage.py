@@ -6,26 +6,38 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 
 from polykv.engine import Completion
 from polykv.engine.detokenizer import token_text
 from polykv.engine.sampling import Choice
 
 
-def usage_metadata(completion: Completion) -> UsageMetadata:
-    """Token counts. ``input_tokens`` includes the tokens read from the pool, which ``cache_read`` counts alone."""
-    return UsageMetadata(
+def usage_metadata(completion: Completion, created: int = 0, reasoning: int = 0) -> UsageMetadata:
+    """Token counts. ``input_tokens`` includes the tokens read from the pool, which ``cache_read`` counts alone.
+
+    Args:
+        completion: the finished request.
+        created: tokens read from the pool that this very call had put there, for a mark; ``cache_creation`` counts them.
+        reasoning: tokens of thoughts, which ``output_tokens`` includes.
+    """
+    usage = UsageMetadata(
         input_tokens=completion.prompt_tokens,
         output_tokens=len(completion.token_ids),
         total_tokens=completion.prompt_tokens + len(completion.token_ids),
-        # explicit contexts are written by share(), never by a call
-        input_token_details=InputTokenDetails(cache_read=completion.cached_tokens, cache_creation=0),
+        input_token_details=InputTokenDetails(cache_read=completion.cached_tokens - created, cache_creation=created),
     )
+    if reasoning:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=reasoning)
+    return usage
 
 
 def response_metadata(
-    completion: Completion, model_name: str, shared_context: dict[str, Any] | None, tokenizer: Any
+    completion: Completion,
+    model_name: str,
+    finish_reason: str,
+    shared_context: dict[str, Any] | None,
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """Model, finish reason, seconds, private bytes, and which shared context was read.
 
@@ -38,7 +50,7 @@ def response_metadata(
     metadata: dict[str, Any] = {
         "model_name": model_name,
         "model_provider": "polykv",
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason,
         "timing": {
             "queue_s": timing.queue_s,
             "ttft_s": timing.ttft_s,

@@ -37,7 +37,6 @@ from langchain_core.messages import (
     BaseMessage,
     HumanMessage,
     SystemMessage,
-    ToolMessage,
     message_chunk_to_message,
 )
 from langchain_core.prompts import ChatPromptTemplate
@@ -59,7 +58,8 @@ from polykv.errors import (
     UnknownCodecError,
     UnsupportedModelError,
 )
-from polykv_agents import ChatPolyKV, SharedContext, chat_models
+from polykv_agents import ChatPolyKV, SharedContext, calls
+from polykv_agents.calls import plan_call
 
 DOCUMENT = "The bond: the merchant owes the moneylender three thousand ducats, and the court decides. " * 3
 OTHER_DOCUMENT = "The dukes of the isle quarrel about a book of spells, and a storm settles it. " * 3
@@ -277,7 +277,7 @@ def test_a_query_gets_no_second_bos() -> None:
     llm = chat(tokenizer=tokenizer)
     assert tokenizer.encode("x")[0] == 1
     agent = llm.with_context(llm.share(DOCUMENT))
-    ids = agent._prompt([HumanMessage("Who?")])[0]
+    ids = plan_call(agent, [HumanMessage("Who?")], None, {}).prompt.ids
     assert ids[0] == 1
     assert ids.count(1) == 1
     assert agent.invoke("Who?").usage_metadata["input_tokens"] == len(ids)
@@ -375,8 +375,12 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(llm: ChatPolyKV, agent: 
         assert counted == chat_model.invoke(messages).usage_metadata["input_tokens"]
     assert llm.get_token_ids("the court") == tiny_tokenizer().encode("the court", add_special_tokens=False)
     assert llm.get_num_tokens("the court") == len(llm.get_token_ids("the court"))
-    with pytest.raises(InvalidRequestError, match="tools"):
-        llm.get_num_tokens_from_messages(messages, tools=[{"name": "f"}])
+    tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    for chat_model in (llm, agent):
+        counted = chat_model.get_num_tokens_from_messages(messages, tools=[tool])
+        assert counted > chat_model.get_num_tokens_from_messages(messages)
+        bound = chat_model.bind_tools([tool])
+        assert counted == bound.invoke(messages, max_tokens=1).usage_metadata["input_tokens"]
 
 
 def test_callbacks_hear_tokens_and_errors(agent: ChatPolyKV) -> None:
@@ -530,7 +534,7 @@ def test_a_seeded_answer_does_not_depend_on_its_company(agent: ChatPolyKV) -> No
 # -------------------------------------------------------------------------------------------- wrong keywords
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "tools", "response_format", "top_p_", "model"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "tool", "response_formats", "top_p_", "functions"])
 async def test_unknown_keywords_of_a_call_are_refused_by_name(agent: ChatPolyKV, name: str) -> None:
     kwargs = {name: None}
 
@@ -556,8 +560,8 @@ async def test_unknown_keywords_of_a_call_are_refused_by_name(agent: ChatPolyKV,
 
 
 def test_several_unknown_keywords_are_all_named(agent: ChatPolyKV) -> None:
-    with pytest.raises(InvalidRequestError, match="'best_of', 'n'"):
-        agent.invoke(QUESTION, n=2, best_of=3, temperature=0)
+    with pytest.raises(InvalidRequestError, match="'best_of', 'functions'"):
+        agent.invoke(QUESTION, functions=2, best_of=3, temperature=0)
 
 
 def test_unknown_keywords_of_the_constructor_are_refused_by_name() -> None:
@@ -1154,10 +1158,16 @@ BAD_INPUT: dict[str, tuple[Attempt, type[Exception], list[str]]] = {
         InvalidRequestError,
         ["image_url", "text only"],
     ),
-    "tool message": (
-        lambda at: at.agent.invoke([HumanMessage("x"), ToolMessage("y", tool_call_id="1")]),
+    "n": (lambda at: at.agent.invoke(QUESTION, n=3), InvalidRequestError, ["n=3", "one answer", r"batch\(\[prompt\] \* 3\)"]),
+    "unknown tool": (
+        lambda at: at.agent.bind_tools([], tool_choice="search"),
         InvalidRequestError,
-        ["'tool'", "system, human and ai"],
+        ["'search'", "there are none"],
+    ),
+    "audio": (
+        lambda at: at.agent.invoke([HumanMessage([{"type": "audio", "base64": "x"}])]),
+        InvalidRequestError,
+        ["'audio'", "text only"],
     ),
     "no messages": (lambda at: at.llm.invoke([]), InvalidRequestError, ["at least one"]),
     "max_tokens": (lambda at: at.agent.invoke(QUESTION, max_tokens=-1), InvalidRequestError, ["-1", ">= 1"]),
@@ -1266,7 +1276,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(llm: ChatPolyKV, age
         pytest.param(lambda _: chat(max_batch=0), "max_batch", id="max_batch"),
         pytest.param(lambda _: chat(num_threads=0), "num_threads", id="num_threads"),
         pytest.param(lambda _: ChatPolyKV(model=""), r"''.*give a name", id="empty name"),
-        pytest.param(lambda _: chat().with_context("0" * 64), "SharedContext", id="SharedContext"),
+        pytest.param(lambda _: chat().with_context("0" * 64), "no live shared context", id="SharedContext"),
         pytest.param(
             lambda folder: ChatPolyKV(model=folder, device="cuda").load(),
             "cuda",
@@ -1686,8 +1696,8 @@ def test_langchains_answer_cache_tells_contexts_apart(llm: ChatPolyKV) -> None:
 
 
 def test_chat_models_module_keeps_its_promise_about_keywords() -> None:
-    assert chat_models.CALL_KEYWORDS[:5] == ("temperature", "top_p", "max_tokens", "stop", "seed")
-    assert set(chat_models.CALL_KEYWORDS) <= set(ChatPolyKV.model_fields)
+    assert calls.CALL_KEYWORDS[:5] == ("temperature", "top_p", "max_tokens", "stop", "seed")
+    assert set(calls.SAMPLING_KEYWORDS) <= set(ChatPolyKV.model_fields)
     assert len(list(itertools.chain(BAD_INPUT))) >= 30
 
 
@@ -1708,12 +1718,6 @@ def test_closing_a_reader_leaves_the_others_alone(llm: ChatPolyKV, ctx: SharedCo
         one.invoke(QUESTION)
     assert other.invoke(QUESTION, max_tokens=1).usage_metadata is not None
     assert llm.invoke(QUESTION, max_tokens=1).usage_metadata is not None
-
-
-@pytest.mark.parametrize("ask", [lambda llm: llm.bind_tools([]), lambda llm: llm.with_structured_output(dict)])
-def test_what_is_not_supported_says_what_to_do_instead(llm: ChatPolyKV, ask: Callable[[ChatPolyKV], Any]) -> None:
-    with pytest.raises(NotImplementedError, match=r"ChatPolyKV does not support .* yet\. (Call|Ask)"):
-        ask(llm)
 
 
 def test_fields_are_documented() -> None:

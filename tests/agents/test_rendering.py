@@ -17,6 +17,7 @@ from langchain_core.messages import (
     BaseMessage,
     ChatMessage,
     HumanMessage,
+    RemoveMessage,
     SystemMessage,
     ToolMessage,
 )
@@ -25,7 +26,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from polykv.errors import InvalidRequestError
-from polykv_agents.rendering import SEPARATOR, Renderer, merge_turns, message_text, message_turn, shared_turns
+from polykv_agents.rendering import Renderer
+from polykv_agents.turns import SEPARATOR, merge_turns, message_text, message_turns, shared_turns
 
 EXAMPLES = 150 if os.environ.get("POLYKV_TEST_FULL") == "1" else 15
 PROPERTY = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
@@ -202,24 +204,21 @@ def test_content_that_is_not_text_is_refused_by_its_type(block: dict[str, Any], 
     ],
 )
 def test_role_of_a_message(message: BaseMessage, role: str) -> None:
-    assert message_turn(message) == turn(role, "x")
+    assert message_turns([message]) == [turn(role, "x")]
 
 
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        (ToolMessage("42", tool_call_id="1"), "'tool'"),
-        (ChatMessage("x", role="critic"), "'chat'"),
-        (AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}]), "tool calls"),
-        (
-            AIMessage("", invalid_tool_calls=[{"name": "f", "args": "{", "id": "1", "error": None}]),
-            "tool calls",
-        ),
+        (ChatMessage("x", role="critic"), "'critic'"),
+        (RemoveMessage(id="1"), "'remove'"),
+        (HumanMessage([{"type": "image", "url": "x"}]), "'image'"),
+        (ToolMessage([{"type": "audio", "base64": "x"}], tool_call_id="1"), "'audio'"),
     ],
 )
 def test_messages_that_are_not_supported_are_refused(message: BaseMessage, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        message_turn(message)
+        message_turns([message])
 
 
 # -------------------------------------------------------------------------------------------------- turns

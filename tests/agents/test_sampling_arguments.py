@@ -25,7 +25,7 @@ from polykv.engine.request import Timing
 from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError
 from polykv_agents import ChatPolyKV
-from polykv_agents.chat_models import CALL_KEYWORDS
+from polykv_agents.calls import SAMPLING_KEYWORDS, sampling_of
 from polykv_agents.usage import logprobs_metadata, response_metadata
 
 DOCUMENT = "The merchant owes the moneylender three thousand ducats. " * 3
@@ -76,10 +76,10 @@ def merged(chunks: list[Any]) -> AIMessage:
 
 
 def test_every_field_of_the_parameters_is_a_keyword_and_a_field() -> None:
-    others = {"timeout", "priority"}
-    assert set(CALL_KEYWORDS) - others == {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(CALL_KEYWORDS) <= set(ChatPolyKV.model_fields)
-    assert set(NEW) < set(CALL_KEYWORDS)
+    # the grammar comes from tools and response_format
+    assert {*SAMPLING_KEYWORDS, "grammar"} == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(SAMPLING_KEYWORDS) <= set(ChatPolyKV.model_fields)
+    assert set(NEW) < set(SAMPLING_KEYWORDS)
 
 
 def test_a_call_and_the_constructor_mean_the_same(llm: ChatPolyKV) -> None:
@@ -94,11 +94,11 @@ def test_a_call_and_the_constructor_mean_the_same(llm: ChatPolyKV) -> None:
         logprobs=True,
         top_logprobs=2,
     )
-    assert llm._sampling(dict(NEW), None) == want
+    assert sampling_of(llm, dict(NEW), None) == want
     made = chat(llm.engine.model, llm.engine.tokenizer, **NEW)
     assert made.engine is llm.engine
-    assert made._sampling({}, None) == want
-    assert llm._sampling({}, None) == SamplingParams(max_tokens=TOKENS)
+    assert sampling_of(made, {}, None) == want
+    assert sampling_of(llm, {}, None) == SamplingParams(max_tokens=TOKENS)
     made.close()
 
 
@@ -113,13 +113,15 @@ def test_a_calls_own_replace_those_of_the_object(llm: ChatPolyKV) -> None:
         "logit_bias": {},
         "logprobs": False,
     }
-    assert made._sampling(off, None) == SamplingParams(max_tokens=TOKENS)
-    assert made._sampling(dict.fromkeys(off), None) == made._sampling({}, None), "None means: as the object has it"
-    assert made._sampling({"top_logprobs": 5}, None).top_logprobs == 5
+    assert sampling_of(made, off, None) == SamplingParams(max_tokens=TOKENS)
+    assert sampling_of(made, dict.fromkeys(off), None) == sampling_of(made, {}, None), (
+        "None means: as the object has it"
+    )
+    assert sampling_of(made, {"top_logprobs": 5}, None).top_logprobs == 5
     made.close()
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "tools", "best_of", "n", "typical_p", "top_a", "logits_processor"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "functions", "best_of", "typical_p", "top_a", "logits_processor"])
 def test_unknown_names_are_still_refused(llm: ChatPolyKV, name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"'{name}'.*takes temperature.*top_k.*top_logprobs"):
         llm.invoke(QUESTION, **{name: None})
@@ -266,7 +268,7 @@ def test_log_probabilities_are_the_models_own(llm: ChatPolyKV) -> None:
     )
     settings: dict[str, Any] = {"temperature": 3.0, "seed": 1, "repetition_penalty": 1.5, "top_k": 40}
     settings |= {"logprobs": True, "top_logprobs": 20}
-    answer = engine.generate(prompt, llm._sampling(settings, None)).result(60).token_ids
+    answer = engine.generate(prompt, sampling_of(llm, settings, None)).result(60).token_ids
     content = llm.invoke(QUESTION, **settings).response_metadata["logprobs"]["content"]
     with torch.no_grad():
         logits = engine.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
@@ -286,7 +288,7 @@ def test_metadata_of_chosen_tokens() -> None:
     tokenizer = tiny_tokenizer()
     ids = [*tokenizer.encode("é the", add_special_tokens=False), tokenizer.eos_token_id]
     choices = tuple(Choice(i, -0.5, ((ids[0], -0.25), (i, -0.5))) for i in ids)
-    content = response_metadata(completion(choices), "m", None, tokenizer)["logprobs"]["content"]
+    content = response_metadata(completion(choices), "m", "stop", None, tokenizer)["logprobs"]["content"]
     assert [bytes(entry["bytes"]) for entry in content][:2] == [b"\xc3", b"\xa9"]
     assert content[0]["token"] == "\ufffd"
     assert content[-1]["token"] == "<|im_end|>"
@@ -302,7 +304,7 @@ def test_metadata_of_chosen_tokens() -> None:
 def test_adding_chunks_keeps_log_probabilities_as_they_are() -> None:
     tokenizer = tiny_tokenizer()
     choices = tuple(Choice(i, -float(i), ((i, -float(i)), (7, -9.0))) for i in (50, 50, 61))
-    metadata = response_metadata(completion(choices), "m", None, tokenizer)
+    metadata = response_metadata(completion(choices), "m", "stop", None, tokenizer)
     last = AIMessageChunk(content="", response_metadata=metadata, chunk_position="last")
     text = [AIMessageChunk(content=piece) for piece in ("a", "", "b")]
     for order in ([*text, last], [text[0], last, AIMessageChunk(content="")], [last]):

@@ -16,6 +16,7 @@ from polykv.engine.runner import ModelRunner
 from polykv.engine.scheduler import Batch, Sequence, Work
 from polykv.evaluation import compare_codec, live_tensor_bytes, resident_bytes
 from polykv_agents import ChatPolyKV
+from polykv_agents.calls import plan_call
 
 ROLES = (
     ("You are a lawyer.", "Who carries the risk?"),
@@ -57,7 +58,9 @@ def test_six_agents_together_equal_generate_on_the_same_prompts(llm: ChatPolyKV,
     engine = llm.engine
     with llm.share(document, codec="exact") as context:
         agent = llm.with_context(context)
-        prompts = [agent._prompt(agent._convert_input(messages(i)).to_messages())[0] for i in range(6)]
+        prompts = [
+            plan_call(agent, agent._convert_input(messages(i)).to_messages(), None, {}).prompt.ids for i in range(6)
+        ]
         assert len({len(prompt) for prompt in prompts}) == 6
         segment, _ = context.reading()
         handles = [engine.generate(prompt, SamplingParams(max_tokens=24), segment) for prompt in prompts]

@@ -1,0 +1,101 @@
+"""What the formats have in common: a parser over a reader of calls, a prompt section, a grammar from openings."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polykv_agents.tool_calls.base import (
+    Call,
+    Event,
+    OutputParser,
+    Reasoning,
+    Tool,
+    ToolChoice,
+    ToolFormat,
+    dumps,
+)
+from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.reading import CallReader
+from polykv_agents.tool_calls.streaming import THOUGHT_MARKS, CallParser, PlainParser, Source, Wait
+
+
+class StreamedFormat(ToolFormat):
+    """A format that says where calls may begin and how one is read.
+
+    Attributes:
+        openings: marks that open calls, anywhere in an answer.
+        first: what opens calls only where an answer begins, or after another call.
+        thoughts: pairs of marks around thoughts, the usual one first.
+        keys: under which the arguments may be written, the usual one first.
+    """
+
+    openings: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    thoughts: tuple[tuple[str, str], ...] = THOUGHT_MARKS
+    keys: tuple[str, ...] = ("arguments", "parameters")
+
+    @abstractmethod
+    def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
+        """Reads what begins at the source's position and moves past it; None if that is text."""
+
+    @abstractmethod
+    def example(self) -> str:
+        """How a call looks, with placeholders, for the prompt."""
+
+    def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
+        """See the base class."""
+        lines = ["You can call these tools, one on each line:"]
+        lines += [dumps(tool.openai()["function"]) for tool in tools]
+        lines += ["", "A call looks like this:", self.example(), ""]
+        lines.append(
+            "You may write several calls, one after another." if parallel else "Write no more than one call at a time."
+        )
+        lines.append(
+            "If you need no tool, answer in plain text."
+            if choice == "auto"
+            else "Answer with a call, and nothing but calls."
+        )
+        return "\n".join(lines)
+
+    def write_result(self, name: str, content: str) -> str:
+        """See the base class."""
+        return f"Result of {name}:\n{content}"
+
+    def parser(self, tools: Sequence[Tool], *, reasoning: Reasoning = "none") -> OutputParser:
+        """See the base class."""
+        if not tools:
+            return PlainParser(reasoning, self.thoughts)
+        reader = CallReader(tools, self.keys)
+        return CallParser(lambda source: self.read(source, reader), self.openings, self.first, reasoning, self.thoughts)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel: bool,
+        answer: Mapping[str, Any] | None = None,
+        reasoning: Reasoning = "none",
+        is_special: SpecialToken = lambda mark: None,
+    ) -> str:
+        """See the base class."""
+        lark = Lark(is_special)
+        return whole_answer(
+            lark,
+            self.call_openings(lark, tools, parallel=parallel) if tools else (),
+            choice,
+            answer=None if answer is None else lark.rule(json_rule(answer)),
+            reasoning=reasoning,
+            thoughts=self.thoughts[:1],
+        )
+
+    def call_openings(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> Sequence[Opening]:
+        """The ways in which calls may begin, the usual one first. All of ``openings`` must be among them."""
+        return ()
+
+
+def call_object(call: Call, key: str = "arguments") -> str:
+    """A call as a JSON object."""
+    return dumps({"name": call.name, key: dict(call.arguments)})

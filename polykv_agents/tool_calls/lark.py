@@ -1,0 +1,157 @@
+"""Grammars of whole answers in llguidance's Lark-like language: text, thoughts, marks, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polykv_agents.tool_calls.base import Reasoning, Tool, ToolChoice, dumps
+from polykv_agents.tool_calls.schemas import arguments_schema
+
+SpecialToken = Callable[[str], int | None]
+"""The id of the special token that a text is, or None if it is ordinary text."""
+
+TEXT = "TEXT"
+"""The terminal of any text."""
+
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A JSON value of a schema, spaced as models write it."""
+    return "%json " + json.dumps({**schema, "x-guidance": _SEPARATORS}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One way in which calls begin.
+
+    Attributes:
+        mark: what opens them.
+        rest: body of a rule: all that follows the mark, to the end of the last call.
+    """
+
+    mark: str
+    rest: str
+
+
+class Lark:
+    """Collects the rules of one grammar.
+
+    Args:
+        special: tells which marks are special tokens.
+    """
+
+    def __init__(self, special: SpecialToken) -> None:
+        self._special = special
+        self._rules: dict[str, str] = {}
+
+    def rule(self, body: str, *, lazy: bool = False) -> str:
+        """Adds a rule and returns its name; equal bodies share one. A lazy rule is one terminal and matches as little as it can."""
+        key = f"{'[lazy]' if lazy else ''}: {body}"
+        return self._rules.setdefault(key, f"r{len(self._rules)}")
+
+    @staticmethod
+    def literal(text: str) -> str:
+        """A text to the letter."""
+        return json.dumps(text, ensure_ascii=False)
+
+    def mark(self, text: str) -> str:
+        """A mark: the special token if there is one, else its text."""
+        token = self._special(text)
+        return self.literal(text) if token is None else f"<[{int(token)}]>"
+
+    def until(self, mark: str, text: str = TEXT) -> str:
+        """Any text up to the first such mark, and the mark, be it written as a special token or in letters."""
+        letters = self.rule(f"{text} {self.literal(mark)}", lazy=True)
+        return letters if self._special(mark) is None else f"({letters} | {text} {self.mark(mark)})"
+
+    def begins(self, mark: str) -> str:
+        """A mark at the start of the answer, after white space, where any text could stand instead."""
+        letters = self.rule(f"SPACE {self.literal(mark)}", lazy=True)
+        return letters if self._special(mark) is None else f"({letters} | {self.mark(mark)})"
+
+    def terminal(self, name: str, body: str) -> str:
+        """Adds a terminal under a name in capitals."""
+        self._rules[f": {body}"] = name
+        return name
+
+    def call_object(self, tool: Tool, key: str = "arguments") -> str:
+        """One call of a tool as a JSON object: its name to the letter, its arguments by its schema."""
+        head = self.literal(f'{{"name": {dumps(tool.name)}, "{key}": ')
+        return self.rule(f"{head} {self.rule(json_rule(arguments_schema(tool)))} {self.literal('}')}")
+
+    def write(self, start: str) -> str:
+        """The whole grammar."""
+        lines = ["%llguidance {}", f"start: {start}"]
+        lines += [name + key for key, name in self._rules.items()]
+        lines += ["TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/"]
+        return "\n".join(lines) + "\n"
+
+
+def whole_answer(
+    lark: Lark,
+    openings: Sequence[Opening],
+    choice: ToolChoice,
+    *,
+    answer: str | None,
+    reasoning: Reasoning,
+    thoughts: Sequence[tuple[str, str]],
+    bare: str | None = None,
+    text: str = TEXT,
+) -> str:
+    """The grammar of an answer: thoughts, then calls, text, or text with calls after it.
+
+    Args:
+        lark: holds the rules so far.
+        openings: of calls that begin with a mark, the usual one first.
+        choice: whether there must be calls.
+        bare: rule of calls without a mark, which begin the answer.
+        text: terminal of text that does not look like a bare call.
+        answer: rule of an answer without calls; None: text.
+        reasoning: whether thoughts may, or must, come first.
+        thoughts: pairs of marks around thoughts.
+    """
+    calls = [f"{lark.mark(opening.mark)} {lark.rule(opening.rest)}" for opening in openings[:1]]
+    if bare is not None:
+        calls.insert(0, bare)
+    if answer is not None:
+        body = [answer] if choice == "auto" or not calls else []
+        body += calls
+    elif choice == "required" and calls:
+        body = calls
+    else:
+        body = [text]
+        body += [f"{lark.until(opening.mark, text)} {lark.rule(opening.rest)}" for opening in openings]
+        body += [bare] if bare is not None else []
+    body_rule = lark.rule(" | ".join(body))
+    if reasoning == "none":
+        return lark.write(body_rule)
+    endings = " | ".join(lark.until(closing) for _, closing in thoughts)
+    blank = lark.literal("\n\n")
+    if reasoning == "open":
+        return lark.write(f"({endings}) {blank} {body_rule}")
+    blocks = [f"{lark.begins(begin)} {lark.until(end)} {blank} {body_rule}" for begin, end in thoughts]
+    return lark.write(" | ".join([body_rule, *blocks]))
+
+
+def listed(lark: Lark, parts: Sequence[tuple[str, bool]], separator: str) -> str:
+    """A rule body of a list in fixed order, from which parts that are not required may be missing.
+
+    Args:
+        lark: takes the rules.
+        parts: rule body and whether it is required, in order.
+        separator: rule body between two of them.
+    """
+    after, first = '""', '""'  # of what follows a part, and of what follows none
+    for body, required in reversed(parts):
+        tail = "" if after == '""' else f" {after}"
+        with_part = f"{separator} {body}{tail}"
+        start = f"{body}{tail}"
+        if not required:
+            with_part = f"({with_part})?" if after == '""' else f"({with_part} | {after})"
+            start = f"({start})?" if first == '""' else f"({start} | {first})"
+        after, first = lark.rule(with_part), lark.rule(start)
+    return first

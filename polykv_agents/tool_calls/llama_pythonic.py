@@ -1,0 +1,133 @@
+"""Calls as a Python list that begins the answer, ``[get_weather(city="Paris")]``: Llama 3.2, and Llama 4 with marks around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice
+from polykv_agents.tool_calls.family import StreamedFormat
+from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.python_calls import PYTHON_VALUE, call_rule, read_calls, write_call
+from polykv_agents.tool_calls.reading import CUT, CallReader
+from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
+
+START, END = "<|python_start|>", "<|python_end|>"
+
+_LIST = re.compile(r"\[[ \t\r\n]*([A-Za-z_][\w.-]*)[ \t\r\n]*\(", re.ASCII)
+_LIST_BEGUN = re.compile(r"\[[ \t\r\n]*([A-Za-z_][\w.-]*[ \t\r\n]*)?", re.ASCII)
+
+NOT_LIST = r"/[ \t\r\n]*([^ \t\r\n\[](.|\n)*)?/"
+"""Regular expression of a text that does not begin with a square bracket."""
+
+
+def read_list(source: Source, reader: CallReader, *, marked: bool) -> Wait[Sequence[Event] | None]:
+    """Reads a list of calls; None if what is there is no list of calls.
+
+    A list without a closing mark ends with the answer, so it counts as finished only if text follows or the model ended the
+    answer itself.
+    """
+    start = source.pos
+    while (match := _LIST.match(source.text, start)) is None:
+        if source.ended or _LIST_BEGUN.fullmatch(source.text, start) is None:
+            return None
+        yield
+    source.pos = start
+    if not (yield from source.skip_value(PYTHON_VALUE)):
+        if not marked and match.group(1) not in reader.tools:
+            return None
+        raw = source.text[start : source.pos]
+        return [InvalidCall(match.group(1), raw.strip(SPACE), CUT)]
+    raw = source.text[start : source.pos]
+    events = read_calls(raw, reader)
+    if events is None:
+        return [InvalidCall(match.group(1), raw, "not a list of calls")] if match.group(1) in reader.tools else None
+    if not marked and not any(_name(event) in reader.tools for event in events) and _broken(events):
+        return None
+    return events
+
+
+def _name(event: Event) -> str | None:
+    return event.name if isinstance(event, (Call, InvalidCall)) else None
+
+
+def _broken(events: Sequence[Event]) -> bool:
+    return any(isinstance(event, InvalidCall) and event.error.startswith("the arguments cannot") for event in events)
+
+
+class LlamaPythonic(StreamedFormat):
+    """The list may stand between ``<|python_start|>`` and ``<|python_end|>``; without them only at the start of an answer."""
+
+    name = "llama_pythonic"
+    openings = (START,)
+    first = ("[",)
+    marks = (START, END)
+
+    def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
+        """See the base class."""
+        marked = (yield from source.take((START,))) is not None
+        yield from source.skip_space()
+        start = source.pos
+        events = yield from read_list(source, reader, marked=marked)
+        if events is None:
+            return None
+        end = source.pos
+        yield from source.skip_space()
+        closed = marked and (yield from source.take((END,))) is not None
+        if not closed:
+            if source.pos == len(source.text) and not source.complete:
+                raw = source.text[start:end].strip(SPACE)
+                return [InvalidCall(_name(events[0]), raw, CUT)]
+            source.pos = end
+        return events
+
+    def example(self) -> str:
+        """See the base class."""
+        return '[tool_name(argument_name="value", other_argument=1)]'
+
+    def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
+        """See the base class."""
+        text = super().instructions(tools, choice, parallel=parallel)
+        return text.replace(
+            "You may write several calls, one after another.", "You may write several calls in the list, with commas."
+        )
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        """See the base class."""
+        return f"[{', '.join(map(write_call, calls))}]"
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel: bool,
+        answer: Mapping[str, Any] | None = None,
+        reasoning: Reasoning = "none",
+        is_special: SpecialToken = lambda mark: None,
+    ) -> str:
+        """See the base class."""
+        if not tools:
+            return super().grammar(
+                tools, choice, parallel=parallel, answer=answer, reasoning=reasoning, is_special=is_special
+            )
+        lark = Lark(is_special)
+        calls = list_rule(lark, tools, parallel=parallel)
+        return whole_answer(
+            lark,
+            [Opening(START, f"{calls} {lark.mark(END)}")],
+            choice,
+            bare=calls,
+            text=lark.terminal("NOT_LIST", NOT_LIST),
+            answer=None if answer is None else lark.rule(json_rule(answer)),
+            reasoning=reasoning,
+            thoughts=self.thoughts[:1],
+        )
+
+
+def list_rule(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """The rule of a list of calls."""
+    call = lark.rule(" | ".join(call_rule(lark, tool) for tool in tools))
+    more = f" ({lark.literal(', ')} {call})*" if parallel else ""
+    return lark.rule(f"{lark.literal('[')} {call}{more} {lark.literal(']')}")

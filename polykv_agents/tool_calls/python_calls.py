@@ -1,0 +1,212 @@
+"""Calls written as Python, ``get_weather(city="Paris", days=2)``: literals only, read with Python's own parser."""
+
+from __future__ import annotations
+
+import ast
+import json
+import keyword
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
+from polykv_agents.tool_calls.json_text import MAX_DEPTH
+from polykv_agents.tool_calls.lark import Lark, json_rule, listed
+from polykv_agents.tool_calls.reading import CallReader
+from polykv_agents.tool_calls.schemas import Arguments
+from polykv_agents.tool_calls.streaming import SPACE, Source, Syntax, run
+
+PYTHON_QUOTES: Mapping[str, tuple[str, bool]] = {quote: (quote, True) for quote in ('"""', "'''", '"', "'")}
+PYTHON_VALUE = Syntax(PYTHON_QUOTES, ("(", ")", "[", "]", "{", "}"))
+
+_CALL = re.compile(r"([A-Za-z_][\w.-]*)[ \t\r\n]*(?=\()", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_STRING = re.compile(
+    r"""([A-Za-z]*)('''(?:[^\\]|\\.)*?'''|\"\"\"(?:[^\\]|\\.)*?\"\"\"|'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*")""",
+    re.DOTALL,
+)
+_IN_STRING = re.compile(r"\\(.)|[\n\r\0]", re.DOTALL)
+_ESCAPES = frozenset("\\'\"abfnrtvxNuU01234567")
+_WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+
+def write_call(call: Call) -> str:
+    """A call in Python; arguments whose names are no identifiers come in ``**{...}``."""
+    plain = {key: value for key, value in call.arguments.items() if is_identifier(key)}
+    other = {key: value for key, value in call.arguments.items() if key not in plain}
+    parts = [f"{key}={_literal(value)}" for key, value in plain.items()]
+    parts += [f"**{_literal(other)}"] if other else []
+    return f"{call.name}({', '.join(parts)})"
+
+
+def is_identifier(name: str) -> bool:
+    """Whether an argument's name can stand before ``=``."""
+    return _IDENTIFIER.fullmatch(name) is not None and not keyword.iskeyword(name)
+
+
+def _literal(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Mapping):
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(str(key), ensure_ascii=False)}: {_literal(part)}" for key, part in value.items())
+            + "}"
+        )
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read_calls(text: str, reader: CallReader) -> list[Event] | None:
+    """The calls in text that is nothing but calls, with white space, ``,`` or ``;`` between, perhaps in one list.
+
+    Returns:
+        None if the text is something else.
+    """
+    text = text.strip(SPACE)
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    events: list[Event] = []
+    source = Source(text, ended=True)
+    while source.pos < len(text):
+        if text[source.pos] in SPACE + ",;":
+            source.pos += 1
+            continue
+        match = _CALL.match(text, source.pos)
+        if match is None:
+            return None
+        name = match.group(1)
+        source.pos = match.end()
+        if not run(source.skip_value(PYTHON_VALUE)):
+            return None
+        raw = text[match.end() : source.pos]
+        if name == "print" and name not in reader.tools:
+            inner = read_calls(raw[1:-1], reader)
+            if inner is None:
+                return None
+            events += inner
+            continue
+        try:
+            arguments = read_arguments(raw)
+        except ValueError as error:
+            events.append(InvalidCall(name, raw, f"the arguments cannot be read: {error}"))
+        else:
+            events.append(reader.checked(name, arguments, raw))
+    return events
+
+
+def read_arguments(raw: str) -> dict[str, Any]:
+    """The arguments in brackets, ``(city="Paris")``.
+
+    Raises:
+        ValueError: they are not keyword arguments with literals. Nothing else, whatever the text.
+    """
+    if raw.count("[") + raw.count("{") + raw.count("(") > MAX_DEPTH and _depth(raw) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        tree = ast.parse("f" + _STRING.sub(_repaired, raw), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(error.msg) from None
+    except (RecursionError, MemoryError):
+        raise ValueError("too deep") from None
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+        raise ValueError("not one call")
+    if tree.args:
+        raise ValueError("arguments need their names, as in name=value")
+    arguments: dict[str, Any] = {}
+    for part in tree.keywords:
+        value = _value(part.value)
+        if part.arg is not None:
+            arguments[part.arg] = value
+        elif isinstance(value, dict):
+            arguments.update(value)
+        else:
+            raise ValueError("** takes a dict")
+    return arguments
+
+
+def _repaired(match: re.Match[str]) -> str:
+    """A string literal without what Python warns of or refuses, though its meaning is clear: ``"\\d"``, a line break."""
+    prefix, body = match.groups()
+    if "r" in prefix.lower():
+        return match.group()
+
+    def repair(part: re.Match[str]) -> str:
+        if part.group(1) is None:
+            return {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}[part.group()]
+        if part.group(1) == "\n":
+            return ""  # a line that goes on
+        return part.group() if part.group(1) in _ESCAPES else "\\" + part.group()
+
+    return prefix + _IN_STRING.sub(repair, body)
+
+
+def _depth(raw: str) -> int:
+    depth = deepest = 0
+    for character in _STRING.sub("", raw):
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant):
+        return _constant(node.value)
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(part) for part in node.elts]
+    if isinstance(node, ast.Dict):
+        result: dict[str, Any] = {}
+        for key, part in zip(node.keys, node.values, strict=True):
+            name = None if key is None else _value(key)
+            if not isinstance(name, str):
+                raise ValueError("keys of a dict must be strings")
+            result[name] = _value(part)
+        return result
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        number = _value(node.operand) if isinstance(node.operand, ast.Constant) else None
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            return -number if isinstance(node.op, ast.USub) else number
+    raise ValueError("values must be literals: strings, numbers, True, False, None, lists, dicts")
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")  # joins pairs written as two escapes
+        except UnicodeDecodeError:
+            raise ValueError("half of a surrogate pair, which is no character") from None
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise ValueError("values must be literals that JSON has too")
+
+
+def call_rule(lark: Lark, tool: Tool) -> str:
+    """The rule of a call of one tool."""
+    arguments = Arguments(tool)
+    head, tail = lark.literal(tool.name + "("), lark.literal(")")
+    if arguments.listed is None or not all(is_identifier(argument.name) for argument in arguments.listed):
+        return lark.rule(f"{lark.literal(f'{tool.name}(**')} {lark.rule(json_rule(arguments.root))} {tail}")
+    parts = []
+    for argument in arguments.listed:
+        values = [_value_rule(lark, arguments, branch) for branch in arguments.branches(argument.schema)]
+        value = lark.rule(" | ".join(dict.fromkeys(values)))
+        parts.append((f"{lark.literal(argument.name + '=')} {value}", argument.required))
+    return lark.rule(f"{head} {listed(lark, parts, lark.literal(', '))} {tail}")
+
+
+def _value_rule(lark: Lark, arguments: Arguments, schema: Mapping[str, Any]) -> str:
+    kinds: Sequence[Any] = [schema.get("type")]
+    if "enum" in schema or "const" in schema:
+        choices = [schema["const"]] if "const" in schema else schema["enum"]
+        return " | ".join(lark.literal(_literal(choice)) for choice in choices)
+    if kinds == ["boolean"]:
+        return f"{lark.literal('True')} | {lark.literal('False')}"
+    if kinds == ["null"]:
+        return lark.literal("None")
+    return lark.rule(json_rule(arguments.standalone(schema)))
