@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from polykv.codecs import Codec, get_codec
 from polykv.engine.grammar import Grammar, GrammarMatcher, compiler_for
@@ -203,6 +203,10 @@ class Engine:
             forwards.
         fast_forward: tokens that a grammar leaves no choice about are computed together, not one a step.
 
+    Attributes:
+        request_processors: None, or a function that gives a request's further logits processors when it is submitted; they
+            see the ids ``[1, T]`` of prompt and answer and the scores ``[1, V]``, before a grammar's mask.
+
     Raises:
         UnsupportedModelError: the model's attention cannot read a pool.
         IncompatiblePoolError: the pool belongs to another model or tokenizer.
@@ -233,6 +237,7 @@ class Engine:
         self._pacer = Pacer(token_budget)
         self._chunk = token_budget if self._runner.one_by_one else None
         self.max_waiting = max_waiting
+        self.request_processors: Callable[[Request], Seq[LogitsProcessor]] | None = None
         self._fast_forward = fast_forward
         self._eos_ids = _eos_ids(model, tokenizer)
         self._num_threads = num_threads
@@ -269,6 +274,7 @@ class Engine:
         self._check_process()
         self._check_request(request)
         matcher = self._matcher(request.sampling.grammar)
+        processors = self.request_processors(request) if self.request_processors is not None else ()
         handle = RequestHandle(request, engine=id(self))
         # leased from now on: a context released while the request waits must still be there when its turn comes
         lease = None
@@ -279,7 +285,14 @@ class Engine:
             lease = self.pool.lease(request.segment, owner=handle)
         try:
             sequence = Sequence(
-                handle, lease, self.model, self.tokenizer, self._eos_ids, matcher, fast_forward=self._fast_forward
+                handle,
+                lease,
+                self.model,
+                self.tokenizer,
+                self._eos_ids,
+                matcher,
+                processors,
+                fast_forward=self._fast_forward,
             )
             with self._changed:
                 self._check_open()

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from polykv.engine.detokenizer import Detokenizer
 from polykv.engine.grammar import GrammarMatcher
@@ -35,6 +35,7 @@ class Sequence:
         tokenizer: turns ids into text.
         eos_ids: ids that end the answer.
         matcher: of the request's grammar, or None.
+        processors: further logits processors of the request.
         fast_forward: take the tokens that the grammar forces at once.
 
     Attributes:
@@ -54,6 +55,8 @@ class Sequence:
         tokenizer: Any,
         eos_ids: frozenset[int],
         matcher: GrammarMatcher | None = None,
+        processors: Seq[LogitsProcessor] = (),
+        *,
         fast_forward: bool = True,
     ) -> None:
         request = handle.request
@@ -61,7 +64,7 @@ class Sequence:
         self.lease = lease
         self._model = model
         self.generated: list[int] = []
-        self.sampler = Sampler(request.sampling, request.token_ids, matcher=matcher)
+        self.sampler = Sampler(request.sampling, request.token_ids, processors, matcher)
         self._fast_forward = fast_forward
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids

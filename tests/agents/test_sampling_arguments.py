@@ -297,7 +297,7 @@ def test_metadata_of_chosen_tokens() -> None:
         {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.25},
         {"token": "\ufffd", "bytes": [0xA9], "logprob": -0.5},
     ]
-    assert "logprobs" not in response_metadata(completion(None), "m", None, None)
+    assert "logprobs" not in response_metadata(completion(None), "m", "stop", None, None)
     assert logprobs_metadata([], tokenizer) == {"content": []}
 
 
