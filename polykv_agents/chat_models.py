@@ -19,7 +19,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 from transformers import PreTrainedModel
 
 from polykv.codecs import DEFAULT_CODEC, get_codec
@@ -157,7 +157,9 @@ class ChatPolyKV(BaseChatModel):
     streaming: bool = False
     """Whether LangChain streams inside ``invoke`` too; answers are the same."""
     max_retries: int | None = None
-    """Accepted for compatibility: a local model has no connection that could fail."""
+    """Accepted and not used: a local model has no connection that could fail."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """Accepted and not used: a local model needs none."""
     chat_template: str | None = Field(default=None, repr=False)
     """Used instead of the tokenizer's own template."""
     device: str | None = None

@@ -166,14 +166,18 @@ def scripted_chat_model(
         InvalidRequestError: a field is out of range.
     """
     said = script if isinstance(script, Script) else Script(script)
-    tokenizer = scripted_tokenizer(chat_template or CHAT_TEMPLATE)
+    return make_model(said, scripted_tokenizer(chat_template or CHAT_TEMPLATE), **kwargs)
+
+
+def make_model(script: Script, tokenizer: PreTrainedTokenizerFast, **kwargs: Any) -> ChatPolyKV:
+    """As :func:`scripted_chat_model`, with a tokenizer of :func:`scripted_tokenizer`, which several may share."""
     llm = ChatPolyKV(model=_tiny_model(tokenizer), tokenizer=tokenizer, **{"max_tokens": 4096, **kwargs})
     texts = ((token_id, token_text(tokenizer, token_id)[1]) for token_id in range(len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     vocabulary = {token_id: raw for token_id, raw in texts if raw is not None and token_id not in special}
 
     def processors(request: Request) -> list[LogitsProcessor]:
-        answer = said.answer(tokenizer.decode(list(request.token_ids), skip_special_tokens=False))
+        answer = script.answer(tokenizer.decode(list(request.token_ids), skip_special_tokens=False))
         return [ScriptProcessor(answer, len(request.token_ids), vocabulary, tokenizer.eos_token_id)]
 
     llm.engine.request_processors = processors

@@ -1158,7 +1158,11 @@ BAD_INPUT: dict[str, tuple[Attempt, type[Exception], list[str]]] = {
         InvalidRequestError,
         ["image_url", "text only"],
     ),
-    "n": (lambda at: at.agent.invoke(QUESTION, n=3), InvalidRequestError, ["n=3", "one answer", r"batch\(\[prompt\] \* 3\)"]),
+    "n": (
+        lambda at: at.agent.invoke(QUESTION, n=3),
+        InvalidRequestError,
+        ["n=3", "one answer", r"batch\(\[prompt\] \* 3\)"],
+    ),
     "unknown tool": (
         lambda at: at.agent.bind_tools([], tool_choice="search"),
         InvalidRequestError,
