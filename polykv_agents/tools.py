@@ -67,7 +67,8 @@ def tool_schemas(tools: Sequence[Any], *, strict: bool | None = None) -> list[di
         strict: see :meth:`ChatPolyKV.bind_tools`.
 
     Raises:
-        InvalidRequestError: what is no tool, a tool that only a hosted service has, a broken schema, or a name twice.
+        InvalidRequestError: what is no tool, a tool that only a hosted service has, a broken schema, or one name
+            for two tools.
     """
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise InvalidRequestError(f"tools must be a list of tools, got {tools!r:.80}")
@@ -100,11 +101,18 @@ def tool_schemas(tools: Sequence[Any], *, strict: bool | None = None) -> list[di
             raise InvalidRequestError(f"tool {name!r}: its parameters are no JSON: {error}") from error
         _check_schema(f"tool {name!r}", text)
         schemas.append(schema)
-    names = [schema["function"]["name"] for schema in schemas]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InvalidRequestError(f"tool name(s) {', '.join(map(repr, twice))} given twice; rename one of each")
-    return schemas
+    told: dict[str, dict[str, Any]] = {}
+    for schema in schemas:
+        name, before = schema["function"]["name"], told.setdefault(schema["function"]["name"], schema)
+        if _arguments(before) != _arguments(schema):
+            raise InvalidRequestError(f"two different tools are called {name!r}; rename one of them")
+    return list(told.values())
+
+
+def _arguments(schema: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of all arguments and of the required ones; a class and its JSON schema differ in titles alone."""
+    parameters = schema["function"].get("parameters") or {}
+    return sorted(parameters.get("properties", ())), sorted(parameters.get("required", ()))
 
 
 def normalize_tool_choice(tool_choice: Any, names: Sequence[str]) -> str | dict[str, Any]:

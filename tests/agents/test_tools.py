@@ -75,6 +75,9 @@ class TestToolSchemas:
         assert functions["search"]["parameters"]["required"] == ["query"]
         assert functions["g"]["parameters"]["properties"] == {"a": {"type": "string"}}
 
+    def test_a_tool_given_twice_is_told_once(self) -> None:
+        assert tool_schemas([Person, weather, Person]) == tool_schemas([Person, weather])
+
     def test_a_tool_without_parameters(self) -> None:
         assert ask_of(tools=[{"type": "function", "function": {"name": "now"}}]).tools[0].parameters == {
             "type": "object",
@@ -87,7 +90,7 @@ class TestToolSchemas:
             ("search", "tools must be a list"),
             ([3], "cannot make a tool of 3"),
             ([{"type": "web_search_preview"}], "hosted service"),
-            ([search, search], "'search' given twice"),
+            ([search, {"name": "search", "description": "d", "parameters": {"type": "object"}}], "two different tools"),
             ([{"type": "function", "function": {"name": "two words"}}], "tool name 'two words'"),
             ([{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}], "of type object"),
             (
