@@ -177,7 +177,7 @@ def make_model(script: Script, tokenizer: PreTrainedTokenizerFast, **kwargs: Any
     vocabulary = {token_id: raw for token_id, raw in texts if raw is not None and token_id not in special}
 
     def processors(request: Request) -> list[LogitsProcessor]:
-        answer = script.answer(tokenizer.decode(list(request.token_ids), skip_special_tokens=False))
+        answer = script.answer(str(tokenizer.decode(list(request.token_ids), skip_special_tokens=False)))
         return [ScriptProcessor(answer, len(request.token_ids), vocabulary, tokenizer.eos_token_id)]
 
     llm.engine.request_processors = processors

@@ -137,7 +137,7 @@ class ToolFormat(ABC):
         parallel: bool,
         answer: Mapping[str, Any] | None = None,
         reasoning: Reasoning = "none",
-        is_special: Callable[[str], bool] = lambda mark: False,
+        is_special: Callable[[str], int | None] = lambda mark: None,
     ) -> str:
         """The grammar, in llguidance's Lark-like language, of all answers that are allowed.
 
@@ -147,7 +147,11 @@ class ToolFormat(ABC):
             parallel: whether one answer may hold several calls.
             answer: JSON schema of an answer without calls; None: any text.
             reasoning: whether thoughts may come first.
-            is_special: whether a text is one special token of the tokenizer, which a grammar names differently.
+            is_special: the id of the special token that a text is, since a grammar names special tokens by id; None for
+                ordinary text.
+
+        Raises:
+            InvalidRequestError: a tool's schema has something that the format cannot express.
         """
 
 

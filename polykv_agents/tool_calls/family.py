@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import (
     Call,
     Event,
@@ -16,7 +17,7 @@ from polykv_agents.tool_calls.base import (
     ToolFormat,
     dumps,
 )
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
 from polykv_agents.tool_calls.reading import CallReader
 from polykv_agents.tool_calls.streaming import THOUGHT_MARKS, CallParser, PlainParser, Source, Wait
 
@@ -29,12 +30,14 @@ class StreamedFormat(ToolFormat):
         first: what opens calls only where an answer begins, or after another call.
         thoughts: pairs of marks around thoughts, the usual one first.
         keys: under which the arguments may be written, the usual one first.
+        several: tells a model how to write more than one call.
     """
 
     openings: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
     thoughts: tuple[tuple[str, str], ...] = THOUGHT_MARKS
     keys: tuple[str, ...] = ("arguments", "parameters")
+    several: str = "You may write several calls, one after another."
 
     @abstractmethod
     def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
@@ -49,14 +52,11 @@ class StreamedFormat(ToolFormat):
         lines = ["You can call these tools, one on each line:"]
         lines += [dumps(tool.openai()["function"]) for tool in tools]
         lines += ["", "A call looks like this:", self.example(), ""]
-        lines.append(
-            "You may write several calls, one after another." if parallel else "Write no more than one call at a time."
-        )
-        lines.append(
-            "If you need no tool, answer in plain text."
-            if choice == "auto"
-            else "Answer with a call, and nothing but calls."
-        )
+        lines.append(self.several if parallel else "Write no more than one call at a time.")
+        if choice == "auto":
+            lines.append("If you need no tool, answer in plain text.")
+        else:
+            lines.append("Answer with a call, and with nothing else.")
         return "\n".join(lines)
 
     def write_result(self, name: str, content: str) -> str:

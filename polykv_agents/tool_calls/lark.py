@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import Reasoning, Tool, ToolChoice, dumps
 from polykv_agents.tool_calls.schemas import arguments_schema
 
@@ -15,14 +16,6 @@ SpecialToken = Callable[[str], int | None]
 
 TEXT = "TEXT"
 """The terminal of any text."""
-
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """A JSON value of a schema, spaced as models write it."""
-    return "%json " + json.dumps({**schema, "x-guidance": _SEPARATORS}, ensure_ascii=False)
-
 
 @dataclass(frozen=True)
 class Opening:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.bare_json import NOT_JSON, begins_like_call, calls_schema, is_calls, is_cut_call
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice
 from polykv_agents.tool_calls.family import StreamedFormat, call_object
 from polykv_agents.tool_calls.json_text import guess_name
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
 
@@ -24,6 +25,7 @@ class Llama3Json(StreamedFormat):
     first = ("{", "[")
     marks = (TAG,)
     keys = ("parameters", "arguments")
+    several = 'You may write several calls, with "; " between them.'
 
     def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
         """See the base class."""

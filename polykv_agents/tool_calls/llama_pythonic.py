@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice
 from polykv_agents.tool_calls.family import StreamedFormat
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
 from polykv_agents.tool_calls.python_calls import PYTHON_VALUE, call_rule, read_calls, write_call
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
@@ -62,6 +63,7 @@ class LlamaPythonic(StreamedFormat):
     name = "llama_pythonic"
     openings = (START,)
     first = ("[",)
+    several = "You may write several calls in the list, with commas between them."
     marks = (START, END)
 
     def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
@@ -85,13 +87,6 @@ class LlamaPythonic(StreamedFormat):
     def example(self) -> str:
         """See the base class."""
         return '[tool_name(argument_name="value", other_argument=1)]'
-
-    def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
-        """See the base class."""
-        text = super().instructions(tools, choice, parallel=parallel)
-        return text.replace(
-            "You may write several calls, one after another.", "You may write several calls in the list, with commas."
-        )
 
     def write_calls(self, calls: Sequence[Call]) -> str:
         """See the base class."""

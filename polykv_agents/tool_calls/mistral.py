@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool, dumps
 from polykv_agents.tool_calls.family import StreamedFormat
 from polykv_agents.tool_calls.json_text import guess_name
-from polykv_agents.tool_calls.lark import Lark, Opening, json_rule
+from polykv_agents.tool_calls.lark import Lark, Opening
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.schemas import arguments_schema
 from polykv_agents.tool_calls.streaming import JSON_QUOTES, SPACE, THOUGHT_MARKS, Source, Syntax, Wait
@@ -39,30 +40,17 @@ class Mistral(StreamedFormat):
         yield from source.take((CALLS,))
         yield from source.skip_space()
         start = source.pos
-        if (yield from source.next_is(("[", "{"))) is not None:
-            name, arguments = None, start
-        else:
-            while (match := _NAME.match(source.text, start)) is None or match.end() == len(source.text):
-                if source.ended or (source.pos < len(source.text) and match is None):
-                    break
-                yield
-            if match is None:
+        name: str | None = None
+        if (yield from source.next_is(("[", "{"))) is None:
+            name = yield from self._name(source)
+            if name is None:
                 return None
-            name = match.group()
-            source.pos = match.end()
             yield from source.skip_space()
-            if (yield from source.take((CALL_ID,))):
-                yield from source.next_token(Syntax({}, (ARGS, "{")))
-                source.pos -= (
-                    len(ARGS) if source.text.endswith(ARGS, 0, source.pos) else source.text[source.pos - 1] == "{"
-                )
-            yield from source.take((ARGS,))
-            yield from source.skip_space()
-            arguments = source.pos
             if (yield from source.next_is(("{",))) is None:
                 if source.pos < len(source.text) or name not in reader.tools:
                     return None
                 return [InvalidCall(name, source.text[start:].strip(SPACE), CUT)]
+        arguments = source.pos
         closed = yield from source.skip_value(Syntax(JSON_QUOTES, ("{", "}", "[", "]", CALLS)))
         end = source.pos
         raw = source.text[arguments:end].strip(SPACE)
@@ -73,6 +61,24 @@ class Mistral(StreamedFormat):
         if cut:
             return [InvalidCall(name or guess_name(raw), raw, CUT)]
         return [reader.named(name, raw)] if name is not None else reader.values(raw)
+
+    @staticmethod
+    def _name(source: Source) -> Wait[str | None]:
+        """Moves past a tool's name, the call's id if it has one, and the mark before the arguments."""
+        start = source.pos
+        while (match := _NAME.match(source.text, start)) is None or match.end() == len(source.text):
+            if source.ended or (match is None and start < len(source.text)):
+                break
+            yield
+        if match is None:
+            return None
+        source.pos = match.end()
+        yield from source.skip_space()
+        if (yield from source.take((CALL_ID,))):
+            while (yield from source.next_is((ARGS, "{"))) is None and source.pos < len(source.text):
+                source.pos += 1
+        yield from source.take((ARGS,))
+        return match.group()
 
     def example(self) -> str:
         """See the base class."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.bare_json import NOT_JSON, begins_like_call, calls_schema, is_calls, is_cut_call
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice, dumps
 from polykv_agents.tool_calls.family import StreamedFormat, call_object
 from polykv_agents.tool_calls.json_text import guess_name
-from polykv_agents.tool_calls.lark import Lark, SpecialToken, json_rule, whole_answer
+from polykv_agents.tool_calls.lark import Lark, SpecialToken, whole_answer
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
 
@@ -21,6 +22,7 @@ class PlainJson(StreamedFormat):
 
     name = "plain_json"
     first = ("{", "[", FENCE)
+    several = "For several calls, write a JSON list of them."
 
     def read(self, source: Source, reader: CallReader) -> Wait[Sequence[Event] | None]:
         """See the base class."""
@@ -55,13 +57,6 @@ class PlainJson(StreamedFormat):
     def example(self) -> str:
         """See the base class."""
         return '{"name": "tool name", "arguments": {"argument name": "value"}}'
-
-    def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:
-        """See the base class."""
-        text = super().instructions(tools, choice, parallel=parallel)
-        return text.replace(
-            "You may write several calls, one after another.", "For several calls, write a JSON list of them."
-        )
 
     def write_calls(self, calls: Sequence[Call]) -> str:
         """See the base class."""

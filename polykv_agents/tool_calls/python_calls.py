@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
 from polykv_agents.tool_calls.json_text import MAX_DEPTH
-from polykv_agents.tool_calls.lark import Lark, json_rule, listed
+from polykv_agents.tool_calls.lark import Lark, listed
 from polykv_agents.tool_calls.reading import CallReader
 from polykv_agents.tool_calls.schemas import Arguments
 from polykv_agents.tool_calls.streaming import SPACE, Source, Syntax, run
