@@ -608,7 +608,8 @@ class ChatPolyKV(BaseChatModel):
             tool_choice: None or ``"auto"``: text or calls; ``"any"``, ``"required"`` or True: at least one call;
                 ``"none"``: text only, and the prompt does not tell of the tools; a tool's name, or a dict of OpenAI's or
                 Anthropic's API: a call of that tool.
-            parallel_tool_calls: whether an answer may hold several calls; None: yes, unless one tool is named.
+            parallel_tool_calls: whether an answer may hold several calls; None: yes, unless a call is required (small models
+                that must call would repeat themselves).
             strict: True makes all properties required, as OpenAI's strict mode does; False allows arguments beyond a tool's properties.
             **kwargs: further keyword arguments of a call: ``response_format``, ``temperature``, ...
 

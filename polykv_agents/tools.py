@@ -332,4 +332,6 @@ def ask_of(
         named = tuple(tool for tool in offered if tool.name == choice["function"]["name"])
         return Ask(offered, named, "required", parallel_tool_calls is True, answer)
     kind: Literal["auto", "required"] = "required" if choice == "required" else "auto"
-    return Ask(offered, offered, kind, parallel_tool_calls is not False, answer)
+    # small models that must call repeat themselves where they may
+    several = kind == "auto" if parallel_tool_calls is None else parallel_tool_calls
+    return Ask(offered, offered, kind, several, answer)

@@ -12,8 +12,10 @@ from polykv_agents.tool_calls.base import (
     ToolChoice,
     ToolFormat,
 )
+from polykv_agents.tool_calls.registry import FORMATS, detect_format, get_format, template_takes_tools
 
 __all__ = [
+    "FORMATS",
     "Call",
     "Event",
     "InvalidCall",
@@ -24,4 +26,7 @@ __all__ = [
     "Tool",
     "ToolChoice",
     "ToolFormat",
+    "detect_format",
+    "get_format",
+    "template_takes_tools",
 ]

@@ -53,6 +53,22 @@ class TaggedJson(StreamedFormat):
             return reader.values(body)
         return [InvalidCall(guess_name(body), body.strip(SPACE), CUT)]
 
+    def example(self) -> str:
+        """See the base class."""
+        return f'{self.opening}\n{{"name": "tool name", "arguments": {{"argument name": "value"}}}}\n{self.closing}'
+
+    def write_calls(self, calls: Sequence[Call]) -> str:
+        """See the base class."""
+        return "\n".join(f"{self.opening}\n{call_object(call)}\n{self.closing}" for call in calls)
+
+    def call_openings(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> Sequence[Opening]:
+        """See the base class."""
+        body = lark.rule(" | ".join(lark.call_object(tool) for tool in tools))
+        blank = lark.literal("\n")
+        once = f"{blank} {body} {blank} {lark.mark(self.closing)}"
+        again = f" ({blank} {lark.mark(self.opening)} {once})*" if parallel else ""
+        return [Opening(self.opening, once + again)]
+
 
 class Hermes(TaggedJson):
     """The format of most small models, and of those that know none."""
@@ -63,22 +79,6 @@ class Hermes(TaggedJson):
     openings = (opening,)
     marks = (opening, closing)
 
-    def example(self) -> str:
-        """See the base class."""
-        return f'{self.opening}\n{{"name": "tool name", "arguments": {{"argument name": "value"}}}}\n{self.closing}'
-
-    def write_calls(self, calls: Sequence[Call]) -> str:
-        """See the base class."""
-        return "\n".join(f"{self.opening}\n{call_object(call)}\n{self.closing}" for call in calls)
-
     def write_result(self, name: str, content: str) -> str:
         """See the base class."""
         return f"<tool_response>\n{dumps({'name': name, 'content': content})}\n</tool_response>"
-
-    def call_openings(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> Sequence[Opening]:
-        """See the base class."""
-        body = lark.rule(" | ".join(lark.call_object(tool) for tool in tools))
-        blank = lark.literal("\n")
-        once = f"{blank} {body} {blank} {lark.mark(self.closing)}"
-        again = f" ({blank} {lark.mark(self.opening)} {once})*" if parallel else ""
-        return [Opening(self.opening, once + again)]

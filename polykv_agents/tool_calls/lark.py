@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ SpecialToken = Callable[[str], int | None]
 
 TEXT = "TEXT"
 """The terminal of any text."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -66,10 +68,29 @@ class Lark:
         letters = self.rule(f"SPACE {self.literal(mark)}", lazy=True)
         return letters if self._special(mark) is None else f"({letters} | {self.mark(mark)})"
 
+    def text_before(self, end: str, schema: Mapping[str, Any]) -> str:
+        """A string as plain text up to a mark, and the mark: any text, or what ``schema`` (of type string) allows of it.
+
+        White space before the mark's text is part of the mark, and left to the model where any text may stand.
+        """
+        if "enum" in schema or "const" in schema:
+            choices = [schema["const"]] if "const" in schema else schema["enum"]
+            texts = [choice for choice in choices if isinstance(choice, str) and end.lstrip() not in choice]
+            return f"({' | '.join(map(self.literal, texts))}) {self.mark(end)}" if texts else self.until(end.lstrip())
+        conditions = []
+        if "minLength" in schema or "maxLength" in schema:
+            conditions.append(f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/")
+        if "pattern" in schema:
+            conditions.append(_whole_pattern(str(schema["pattern"])))
+        if not conditions:
+            return self.until(end.lstrip())
+        marked = self.terminal(f"MARKED{len(self._rules)}", f"TEXT {self.literal(end.lstrip())} TEXT")
+        text = self.terminal(f"TEXT{len(self._rules)}", " & ".join([*conditions, "TEXT", f"~{marked}"]))
+        return f"{text} {self.mark(end)}"
+
     def terminal(self, name: str, body: str) -> str:
         """Adds a terminal under a name in capitals."""
-        self._rules[f": {body}"] = name
-        return name
+        return self._rules.setdefault(f": {body}", name)
 
     def call_object(self, tool: Tool, key: str = "arguments") -> str:
         """One call of a tool as a JSON object: its name to the letter, its arguments by its schema."""
@@ -128,6 +149,17 @@ def whole_answer(
         return lark.write(f"({endings}) {blank} {body_rule}")
     blocks = [f"{lark.begins(begin)} {lark.until(end)} {blank} {body_rule}" for begin, end in thoughts]
     return lark.write(" | ".join([body_rule, *blocks]))
+
+
+def _whole_pattern(pattern: str) -> str:
+    """JSON schema's ``pattern``, which may match anywhere in a string, as a regular expression of the whole string."""
+    begin, end = "(.|\\n)*", "(.|\\n)*"
+    if pattern.startswith("^"):
+        begin, pattern = "", pattern[1:]
+    if pattern.endswith("$") and not pattern.endswith("\\$"):
+        end, pattern = "", pattern[:-1]
+    slashed = re.sub(r"(\\.)|/", lambda match: match.group(1) or "\\/", pattern, flags=re.DOTALL)
+    return f"/{begin}({slashed}){end}/"
 
 
 def listed(lark: Lark, parts: Sequence[tuple[str, bool]], separator: str) -> str:

@@ -129,7 +129,7 @@ def read_arguments(raw: str) -> dict[str, Any]:
 
 
 def _repaired(match: re.Match[str]) -> str:
-    """A string literal without what Python warns of or refuses, though its meaning is clear: ``"\\d"``, a line break."""
+    """A string literal without what Python warns of or refuses though its meaning is clear: unknown escapes, line breaks."""
     prefix, body = match.groups()
     if "r" in prefix.lower():
         return match.group()

@@ -182,6 +182,8 @@ class TestAsk:
     def test_parallel(self) -> None:
         assert ask_of(tools=[search]).parallel
         assert not ask_of(tools=[search], parallel_tool_calls=False).parallel
+        assert not ask_of(tools=[search], tool_choice="any").parallel
+        assert ask_of(tools=[search], tool_choice="any", parallel_tool_calls=True).parallel
         assert ask_of(tools=[search], tool_choice="search", parallel_tool_calls=True).parallel
 
     @pytest.mark.parametrize("kwargs", [{"parallel_tool_calls": "yes"}, {"strict": 1}])
