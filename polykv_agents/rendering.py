@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from os.path import commonprefix
@@ -221,16 +222,22 @@ class Renderer:
         glued: bool,
     ) -> str:
         tells = bool(tools) and self._keeps_tools_after(shared)
-        ways = [(tells, self.takes_calls), (tells, False), (False, False)]
+        # what a template refuses of the call's own turns must not change how the shared ones are shown
+        ways = [(tells, True), (tells, False), (False, False)] if self.takes_calls else [(tells, False), (False, False)]
         refusal: Exception | None = None
         for native_tools, native_calls in dict.fromkeys(ways):
             parts = [] if native_tools or not tools else [self.format.instructions(tools, choice, parallel=parallel)]
             extra = SEPARATOR.join([*parts, *([section] if section else [])])
-            turns = _arranged(own, shared, extra, glued)
+            turns = _arranged(
+                own if native_calls else self._spelled(own),
+                shared if self.takes_calls else self._spelled(shared),
+                extra,
+                glued,
+            )
             if not turns:
                 raise InvalidRequestError("there are no messages; give at least one")
             try:
-                prepared = self._folded(turns if native_calls else self._spelled(turns))
+                prepared = self._folded(turns)
                 return self._native(prepared, tools if native_tools else ())
             except _REFUSALS as error:
                 refusal = refusal or error
@@ -340,10 +347,13 @@ class Renderer:
             for probe in _PROBES
             for role in roles
         ]
-        if not glued and turns and turns[-1]["role"] in ("user", "tool"):
-            # what was asked may be answered, by the model now or in the conversation
-            own += [[], *([{"role": "assistant", "content": probe}, user] for probe in _PROBES[:2])]
         texts = [self.prompt_text(continuation, turns, glued=glued) for continuation in own]
+        if not glued and turns and turns[-1]["role"] != "assistant":
+            # what was given may be answered, by the model now or in the conversation; not every template allows it
+            answers: list[list[Turn]] = [[{"role": "assistant", "content": probe}, user] for probe in _PROBES[:2]]
+            for continuation in ([], *answers) if turns[-1]["role"] != "system" else answers:
+                with suppress(InvalidRequestError):
+                    texts.append(self.prompt_text(continuation, turns))
         for tools, section in (((_PROBE_TOOL,), None), ((), "x")):
             for continuation in own[:2]:
                 texts.append(self.prompt_text(continuation, turns, tools=tools, section=section, glued=glued))

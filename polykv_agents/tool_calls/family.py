@@ -35,7 +35,7 @@ class StreamedFormat(ToolFormat):
 
     openings: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    thoughts: tuple[tuple[str, str], ...] = THOUGHT_MARKS
+    thoughts: tuple[tuple[str, str], ...] = THOUGHT_MARKS[:1]
     keys: tuple[str, ...] = ("arguments", "parameters")
     several: str = "You may write several calls, one after another."
 
@@ -88,7 +88,7 @@ class StreamedFormat(ToolFormat):
             choice,
             answer=None if answer is None else lark.rule(json_rule(answer)),
             reasoning=reasoning,
-            thoughts=self.thoughts[:1],
+            thoughts=self.thoughts,
         )
 
     def call_openings(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> Sequence[Opening]:

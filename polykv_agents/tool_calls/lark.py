@@ -143,12 +143,18 @@ def whole_answer(
     body_rule = lark.rule(" | ".join(body))
     if reasoning == "none":
         return lark.write(body_rule)
-    endings = " | ".join(lark.until(closing) for _, closing in thoughts)
-    blank = lark.literal("\n\n")
+    endings = [f"{lark.until(end)}{_blank(lark, end)}" for _, end in thoughts]
     if reasoning == "open":
-        return lark.write(f"({endings}) {blank} {body_rule}")
-    blocks = [f"{lark.begins(begin)} {lark.until(end)} {blank} {body_rule}" for begin, end in thoughts]
+        return lark.write(f"({' | '.join(endings)}) {body_rule}")
+    blocks = [
+        f"{lark.begins(begin)} {ending} {body_rule}" for (begin, _), ending in zip(thoughts, endings, strict=True)
+    ]
     return lark.write(" | ".join([body_rule, *blocks]))
+
+
+def _blank(lark: Lark, mark: str) -> str:
+    """The empty line that models were trained to write after some marks."""
+    return f" {lark.literal(chr(10) * 2)}" if mark == "</think>" else ""
 
 
 def _whole_pattern(pattern: str) -> str:

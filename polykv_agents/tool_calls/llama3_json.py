@@ -102,5 +102,5 @@ class Llama3Json(StreamedFormat):
             text=lark.terminal("NOT_JSON", NOT_JSON),
             answer=ending,
             reasoning=reasoning,
-            thoughts=self.thoughts[:1],
+            thoughts=self.thoughts,
         )

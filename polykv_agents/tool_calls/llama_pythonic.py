@@ -117,7 +117,7 @@ class LlamaPythonic(StreamedFormat):
             text=lark.terminal("NOT_LIST", NOT_LIST),
             answer=None if answer is None else lark.rule(json_rule(answer)),
             reasoning=reasoning,
-            thoughts=self.thoughts[:1],
+            thoughts=self.thoughts,
         )
 
 

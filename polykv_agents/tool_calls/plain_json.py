@@ -91,5 +91,5 @@ class PlainJson(StreamedFormat):
             text=lark.terminal("NOT_JSON", text),
             answer=None,
             reasoning=reasoning,
-            thoughts=self.thoughts[:1],
+            thoughts=self.thoughts,
         )

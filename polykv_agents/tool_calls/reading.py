@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
@@ -89,12 +90,17 @@ class CallReader:
         if not isinstance(name, str):
             return InvalidCall(None, raw, "the call has no name")
         arguments = next((members[key] for key in self.keys if key in members), "{}")
+        call: Call | InvalidCall
         try:
             parse_json(raw)
         except ValueError as error:
-            known = any(key in members for key in self.keys)
-            return InvalidCall(name, arguments if known else raw, f"the call is not JSON: {error}")
-        return self.named(name, arguments)
+            call = InvalidCall(name, arguments, f"the call is not JSON: {error}")
+        else:
+            call = self.named(name, arguments)
+        whole = len(split_items(raw)) == 2 and any(key in members for key in self.keys)
+        if isinstance(call, InvalidCall) and not whole:
+            call = replace(call, arguments=raw)  # it holds more than a name and arguments, or less
+        return call
 
 
 def kind(value: Any) -> str:

@@ -10,7 +10,7 @@ invalid, which is one reason why the formats that we know are read by parsers of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -150,7 +150,7 @@ class ResponseTemplateFormat(ToolFormat):
 class _TemplateParser(OutputParser):
     def __init__(self, template: dict[str, Any], tools: Sequence[Tool], reasoning: Reasoning) -> None:
         self._template = template
-        self._tools = [tool.openai() for tool in tools]
+        self._tools: list[dict[Any, Any] | Callable[..., Any]] = [tool.openai() for tool in tools]
         self._reader = CallReader(tools)
         self._splitter = ThoughtSplitter(reasoning)
         self._parser = self._fresh()

