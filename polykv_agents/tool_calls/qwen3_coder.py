@@ -20,8 +20,8 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 VALUE_END = "\n" + PARAMETER_END
 
-_TAG_NAME = re.compile(r"([^<>\n]*)>")
-_TAG_NAME_BEGUN = re.compile(r"[^<>\n]*")
+_FUNCTION_NAME = re.compile(r"[\w.:-]*", re.ASCII)
+_KEY = re.compile(r"[^<>\n]*")
 _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
@@ -49,9 +49,10 @@ class Qwen3Coder(TaggedJson):
                 return (yield from super().read(source, reader))
         start = source.pos
         source.pos += len(FUNCTION)
-        name = yield from self._tag_name(source)
+        name = yield from self._tag_name(source, _FUNCTION_NAME)
         if name is None:
-            if source.pos < len(source.text):
+            begun = source.text[start + len(FUNCTION) :]
+            if source.pos < len(source.text) or not any(tool.startswith(begun) for tool in reader.tools):
                 source.pos = start
                 return None
             return [InvalidCall(None, source.text[start:], CUT)]
@@ -64,10 +65,11 @@ class Qwen3Coder(TaggedJson):
         raw = source.text[start:end].strip(SPACE)
         yield from source.skip_space()
         if (yield from source.take((self.closing,))) is None:
-            missing = wrapped and source.pos == len(source.text) and not source.complete
-            source.pos = end
+            left = source.text[source.pos :]
+            missing = wrapped and source.ended and not source.complete and self.closing.startswith(left)
+            source.pos = len(source.text) if missing else end
             if missing:
-                return [InvalidCall(name, raw, CUT)]
+                return [InvalidCall(name, source.text[start:].strip(SPACE), CUT)]
         if isinstance(values, str):
             return [InvalidCall(name, raw, values)]
         return [
@@ -75,16 +77,15 @@ class Qwen3Coder(TaggedJson):
         ]
 
     @staticmethod
-    def _tag_name(source: Source) -> Wait[str | None]:
-        while (match := _TAG_NAME.match(source.text, source.pos)) is None:
-            if source.ended or _TAG_NAME_BEGUN.fullmatch(source.text, source.pos) is None:
-                begun = _TAG_NAME_BEGUN.match(source.text, source.pos)
-                assert begun is not None
-                source.pos = begun.end()
-                return None
+    def _tag_name(source: Source, pattern: re.Pattern[str]) -> Wait[str | None]:
+        """Moves past the name and the bracket after it; or to where the name ends if no bracket stands there."""
+        while True:
+            match = pattern.match(source.text, source.pos)
+            assert match is not None
+            if match.end() < len(source.text) or source.ended:
+                source.pos = match.end()
+                return match.group().strip() if (yield from source.take((">",))) else None
             yield
-        source.pos = match.end()
-        return match.group(1).strip()
 
     def _values(self, source: Source, types: Mapping[str, frozenset[str]]) -> Wait[dict[str, str] | str]:
         """Moves past the end of the function; returns its values, or what is wrong."""
@@ -94,7 +95,7 @@ class Qwen3Coder(TaggedJson):
             tag = yield from source.take((PARAMETER, FUNCTION_END))
             if tag == FUNCTION_END:
                 return values
-            key = (yield from self._tag_name(source)) if tag is not None else None
+            key = (yield from self._tag_name(source, _KEY)) if tag is not None else None
             if key is None:
                 stop = yield from source.next_token(Syntax({}, (FUNCTION_END, self.closing, FUNCTION)))
                 if stop != FUNCTION_END:

@@ -10,6 +10,8 @@ from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
 from polykv_agents.tool_calls.json_text import guess_name, is_json, parse_json, split_items, split_members
 from polykv_agents.tool_calls.streaming import SPACE, Source, run
 
+_BESIDE_ARGUMENTS = frozenset(("name", "type", "id"))
+
 CUT = "the answer ended before the call did"
 
 
@@ -89,7 +91,11 @@ class CallReader:
             name = None
         if not isinstance(name, str):
             return InvalidCall(None, raw, "the call has no name")
-        arguments = next((members[key] for key in self.keys if key in members), "{}")
+        arguments = next((members[key] for key in self.keys if key in members), None)
+        if arguments is None:
+            if not members.keys() <= _BESIDE_ARGUMENTS:
+                return InvalidCall(name, raw, f"the call has no {self.keys[0]!r}")
+            arguments = "{}"
         call: Call | InvalidCall
         try:
             parse_json(raw)

@@ -169,8 +169,7 @@ class _TemplateParser(OutputParser):
         self._events += thoughts
         for character in text:
             self._step(character)
-        events, self._events = self._events, []
-        return events
+        return self._given()
 
     def finish(self, *, complete: bool) -> list[Event]:
         """See the base class."""
@@ -191,8 +190,20 @@ class _TemplateParser(OutputParser):
                     self._take(event)
         if self._space and not self._strip:
             self._events.append(Text(self._space))
-        events_left, self._events = self._events, []
-        return events_left
+        return self._given()
+
+    def _given(self) -> list[Event]:
+        events: list[Event] = []
+        for event in self._events:
+            last = events[-1] if events else None
+            if isinstance(event, Text) and isinstance(last, Text):
+                events[-1] = Text(last.text + event.text)
+            elif isinstance(event, Thought) and isinstance(last, Thought):
+                events[-1] = Thought(last.text + event.text)
+            else:
+                events.append(event)
+        self._events = []
+        return events
 
     def _step(self, character: str) -> None:
         try:
@@ -229,11 +240,13 @@ class _TemplateParser(OutputParser):
         if self._strip:
             text = text.lstrip(SPACE)
             self._strip = not text
+        if not text.strip(SPACE):
+            self._space += text
+            return
         text = self._space + text
         kept = text.rstrip(SPACE)
         self._space = text[len(kept) :]
-        if kept:
-            self._events.append(Text(kept))
+        self._events.append(Text(kept))
 
     def _calls(self, value: Any, raw: str) -> list[Event]:
         events: list[Event] = []

@@ -378,6 +378,7 @@ class CallParser(OutputParser):
             Where the text begins that has not been given out.
         """
         source = self._source
+        looked = start
         while True:
             match = self._openings.pattern.search(source.text, source.pos) if self._openings else None
             words = self._openings.words if self._openings else ()
@@ -391,10 +392,12 @@ class CallParser(OutputParser):
                     self._events.append(Text(source.text[start:]))
                 return None
             edge = max(source.pos, begun)
-            start = self._give(start, edge)
+            more = source.text[looked:edge].strip(SPACE)  # else only white space has come, which is kept
             source.pos = edge
-            source.drop_before(start)
-            start = 0
+            if more:
+                source.drop_before(self._give(start, edge))
+                start = 0
+            looked = source.pos
             yield
 
     def _give(self, start: int, end: int) -> int:
