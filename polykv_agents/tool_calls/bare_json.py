@@ -53,12 +53,16 @@ def _is_call(item: str, reader: CallReader) -> bool:
         name = parse_json(members["name"])
     except ValueError:
         return False
-    return isinstance(name, str) and (name in reader.tools or any(key in members for key in reader.keys))
+    if not isinstance(name, str):
+        return False
+    return any(key in members for key in reader.keys) or (name in reader.tools and not reader.json_answer)
 
 
 def is_cut_call(raw: str, reader: CallReader) -> bool:
     """Whether JSON that breaks off was going to be a call."""
     name = guess_name(raw)
+    if reader.json_answer:
+        return name in reader.tools and _ARGUMENTS.search(raw) is not None
     if name is not None:
         return name in reader.tools or _ARGUMENTS.search(raw) is not None
     match = _CUT_NAME.match(raw)

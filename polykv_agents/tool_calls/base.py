@@ -125,8 +125,17 @@ class ToolFormat(ABC):
         """A tool's result as text for a user turn, for templates without a tool role."""
 
     @abstractmethod
-    def parser(self, tools: Sequence[Tool], *, reasoning: Reasoning = "none") -> OutputParser:
-        """A parser for one answer. Calls of tools not among ``tools`` become invalid calls. Without tools text stays text."""
+    def parser(
+        self, tools: Sequence[Tool], *, reasoning: Reasoning = "none", json_answer: bool = False
+    ) -> OutputParser:
+        """A parser for one answer. Calls of tools not among ``tools`` become invalid calls. Without tools text stays text.
+
+        Args:
+            tools: that were offered.
+            reasoning: whether thoughts may come first.
+            json_answer: the answer was held to calls or one JSON value (``answer`` of :meth:`grammar`): one that does not begin
+                with a call is text to its end, whatever marks stand in its strings.
+        """
 
     @abstractmethod
     def grammar(

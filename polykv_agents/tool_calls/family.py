@@ -63,12 +63,21 @@ class StreamedFormat(ToolFormat):
         """See the base class."""
         return f"Result of {name}:\n{content}"
 
-    def parser(self, tools: Sequence[Tool], *, reasoning: Reasoning = "none") -> OutputParser:
+    def parser(
+        self, tools: Sequence[Tool], *, reasoning: Reasoning = "none", json_answer: bool = False
+    ) -> OutputParser:
         """See the base class."""
         if not tools:
             return PlainParser(reasoning, self.thoughts)
-        reader = CallReader(tools, self.keys)
-        return CallParser(lambda source: self.read(source, reader), self.openings, self.first, reasoning, self.thoughts)
+        reader = CallReader(tools, self.keys, json_answer=json_answer)
+        return CallParser(
+            lambda source: self.read(source, reader),
+            self.openings,
+            self.first,
+            reasoning,
+            self.thoughts,
+            calls_first=json_answer,
+        )
 
     def grammar(
         self,

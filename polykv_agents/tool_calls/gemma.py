@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polykv.engine.grammar import json_rule
-from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool, dumps
 from polykv_agents.tool_calls.family import StreamedFormat
 from polykv_agents.tool_calls.json_text import MAX_DEPTH, parse_json
-from polykv_agents.tool_calls.lark import Lark, Opening, listed
+from polykv_agents.tool_calls.lark import Lark, Opening
+from polykv_agents.tool_calls.notation import Notation
 from polykv_agents.tool_calls.python_calls import PYTHON_QUOTES, call_rule, read_calls, write_call
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.schemas import Arguments
@@ -144,7 +145,7 @@ class BracedCalls(StreamedFormat):
 
     def _call(self, name: str, raw: str, reader: CallReader) -> Event:
         try:
-            value, end = _Notation(raw, self._quote).value(0, 0)
+            value, end = _ValueReader(raw, self._quote).value(0, 0)
         except ValueError as error:
             return InvalidCall(name, raw, f"the arguments cannot be read: {error}")
         assert end == len(raw)
@@ -183,25 +184,34 @@ class BracedCalls(StreamedFormat):
         arguments = Arguments(tool)
         head = lark.literal(f"call:{tool.name}")
         end = lark.mark(self._closing)
-        if arguments.listed is None or not all(_BARE_KEY.fullmatch(part.name) for part in arguments.listed):
+        members = _BracedNotation(lark, arguments, self._quote).members(arguments.root)
+        if members is None:
             return lark.rule(f"{head} {lark.rule(json_rule(arguments.root))} {end}")
-        parts = []
-        for argument in arguments.listed:
-            values = [self._value_rule(lark, arguments, branch) for branch in arguments.branches(argument.schema)]
-            value = lark.rule(" | ".join(dict.fromkeys(values)))
-            parts.append((f"{lark.literal(argument.name + ':')} {value}", argument.required))
-        return lark.rule(
-            f"{head} {lark.literal('{')} {listed(lark, parts, lark.literal(','))} {lark.literal('}')} {end}"
-        )
-
-    def _value_rule(self, lark: Lark, arguments: Arguments, schema: Mapping[str, Any]) -> str:
-        choices = [schema["const"]] if "const" in schema else schema.get("enum", [None])
-        if schema.get("type") == "string" or all(isinstance(choice, str) for choice in choices):
-            return f"{lark.mark(self._quote)} {lark.text_before(self._quote, schema)}"
-        return lark.rule(json_rule(arguments.standalone(schema)))
+        return lark.rule(f"{head} {lark.literal('{')} {members} {lark.literal('}')} {end}")
 
 
-class _Notation:
+class _BracedNotation(Notation):
+    separator = ","
+    words: Mapping[bool | None, str] = {True: "true", False: "false", None: "null"}
+
+    def __init__(self, lark: Lark, arguments: Arguments, quote: str) -> None:
+        super().__init__(lark, arguments)
+        self._quote = quote
+
+    def key(self, name: str) -> str | None:
+        return f"{name}:" if _BARE_KEY.fullmatch(name) else None
+
+    def string(self, schema: Mapping[str, Any]) -> str:
+        return f"{self.lark.mark(self._quote)} {self.lark.text_before(self._quote, schema)}"
+
+    def constant(self, value: Any) -> str:
+        if isinstance(value, str) and self._quote not in value:
+            quote = self.lark.mark(self._quote)
+            return f"{quote} {self.lark.literal(value)} {quote}" if value else f"{quote} {quote}"
+        return self.lark.literal(dumps(value))
+
+
+class _ValueReader:
     """Reads one value of the notation."""
 
     def __init__(self, text: str, quote: str) -> None:

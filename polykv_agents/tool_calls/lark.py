@@ -42,11 +42,20 @@ class Lark:
     def __init__(self, special: SpecialToken) -> None:
         self._special = special
         self._rules: dict[str, str] = {}
+        self._recursive: dict[str, str] = {}
+        self._bodies: dict[str, str] = {}
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
         """Adds a rule and returns its name; equal bodies share one. A lazy rule is one terminal and matches as little as it can."""
         key = f"{'[lazy]' if lazy else ''}: {body}"
         return self._rules.setdefault(key, f"r{len(self._rules)}")
+
+    def recursive(self, key: str, body: Callable[[], str]) -> str:
+        """The rule of a key, made when it is first asked for; its body may ask for it again."""
+        if key not in self._recursive:
+            name = self._recursive[key] = f"v{len(self._recursive)}"
+            self._bodies[name] = body()
+        return self._recursive[key]
 
     @staticmethod
     def literal(text: str) -> str:
@@ -101,6 +110,7 @@ class Lark:
         """The whole grammar."""
         lines = ["%llguidance {}", f"start: {start}"]
         lines += [name + key for key, name in self._rules.items()]
+        lines += [f"{name}: {body}" for name, body in self._bodies.items()]
         lines += ["TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/"]
         return "\n".join(lines) + "\n"
 

@@ -7,13 +7,14 @@ import json
 import keyword
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
 from polykv_agents.tool_calls.json_text import MAX_DEPTH
-from polykv_agents.tool_calls.lark import Lark, listed
+from polykv_agents.tool_calls.lark import Lark
+from polykv_agents.tool_calls.notation import Notation
 from polykv_agents.tool_calls.reading import CallReader
 from polykv_agents.tool_calls.schemas import Arguments
 from polykv_agents.tool_calls.streaming import SPACE, Source, Syntax, run
@@ -187,27 +188,33 @@ def _constant(value: Any) -> Any:
     raise ValueError("values must be literals that JSON has too")
 
 
+class PythonNotation(Notation):
+    """Python literals."""
+
+    separator = ", "
+    words: Mapping[bool | None, str] = {True: "True", False: "False", None: "None"}
+
+    def key(self, name: str) -> str | None:
+        """See the base class."""
+        return json.dumps(name, ensure_ascii=False) + ": "
+
+    def string(self, schema: Mapping[str, Any]) -> str:
+        """See the base class. JSON's strings are Python's, too."""
+        return self.lark.rule(json_rule(self.arguments.standalone(schema)))
+
+    def constant(self, value: Any) -> str:
+        """See the base class."""
+        return self.lark.literal(_literal(value))
+
+
 def call_rule(lark: Lark, tool: Tool) -> str:
     """The rule of a call of one tool."""
     arguments = Arguments(tool)
-    head, tail = lark.literal(tool.name + "("), lark.literal(")")
-    if arguments.listed is None or not all(is_identifier(argument.name) for argument in arguments.listed):
-        return lark.rule(f"{lark.literal(f'{tool.name}(**')} {lark.rule(json_rule(arguments.root))} {tail}")
-    parts = []
-    for argument in arguments.listed:
-        values = [_value_rule(lark, arguments, branch) for branch in arguments.branches(argument.schema)]
-        value = lark.rule(" | ".join(dict.fromkeys(values)))
-        parts.append((f"{lark.literal(argument.name + '=')} {value}", argument.required))
-    return lark.rule(f"{head} {listed(lark, parts, lark.literal(', '))} {tail}")
-
-
-def _value_rule(lark: Lark, arguments: Arguments, schema: Mapping[str, Any]) -> str:
-    kinds: Sequence[Any] = [schema.get("type")]
-    if "enum" in schema or "const" in schema:
-        choices = [schema["const"]] if "const" in schema else schema["enum"]
-        return " | ".join(lark.literal(_literal(choice)) for choice in choices)
-    if kinds == ["boolean"]:
-        return f"{lark.literal('True')} | {lark.literal('False')}"
-    if kinds == ["null"]:
-        return lark.literal("None")
-    return lark.rule(json_rule(arguments.standalone(schema)))
+    members = PythonNotation(lark, arguments).members(
+        arguments.root, lambda name: f"{name}=" if is_identifier(name) else None
+    )
+    if members is None:
+        return lark.rule(
+            f"{lark.literal(f'{tool.name}(**')} {lark.rule(json_rule(arguments.root))} {lark.literal(')')}"
+        )
+    return lark.rule(f"{lark.literal(tool.name + '(')} {members} {lark.literal(')')}")

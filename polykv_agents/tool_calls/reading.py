@@ -21,11 +21,15 @@ class CallReader:
     Args:
         tools: that were offered.
         keys: under which a call's arguments may be written, the format's own first.
+        json_answer: whether an answer may be JSON that is no call, so that only arguments make a call.
     """
 
-    def __init__(self, tools: Sequence[Tool], keys: Sequence[str] = ("arguments", "parameters")) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], keys: Sequence[str] = ("arguments", "parameters"), *, json_answer: bool = False
+    ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.keys = tuple(keys)
+        self.json_answer = json_answer
 
     def checked(self, name: str, arguments: Mapping[str, Any], raw: str) -> Call | InvalidCall:
         """A call with arguments that have been read, or an invalid one if its tool was not offered."""

@@ -119,7 +119,9 @@ class ResponseTemplateFormat(ToolFormat):
             "'hermes'"
         )
 
-    def parser(self, tools: Sequence[Tool], *, reasoning: Reasoning = "none") -> OutputParser:
+    def parser(
+        self, tools: Sequence[Tool], *, reasoning: Reasoning = "none", json_answer: bool = False
+    ) -> OutputParser:
         """See the base class."""
         return _TemplateParser(self._template, tools, reasoning) if tools else PlainParser(reasoning)
 

@@ -25,6 +25,10 @@ _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OPEN = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "not"))
 
+_BEYOND_PROPERTIES = frozenset(
+    ("allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "minProperties", "maxProperties")
+)
+
 JSON_TYPES = frozenset(("string", "number", "integer", "boolean", "null", "object", "array"))
 
 
@@ -100,12 +104,18 @@ class Arguments:
     @cached_property
     def listed(self) -> tuple[Argument, ...] | None:
         """The arguments in order; None where the schema does not simply list them."""
-        schema = self.resolved(self.root)
-        if {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "minProperties"} & schema.keys():
+        return self.properties(self.root)
+
+    def properties(self, schema: Mapping[str, Any]) -> tuple[Argument, ...] | None:
+        """The properties of an object in order; None where its schema does not simply list them."""
+        schema = self.resolved(schema)
+        if _BEYOND_PROPERTIES & schema.keys() or isinstance(schema.get("properties", {}), list):
             return None
         properties = schema.get("properties", {})
         required = list(schema.get("required", ()))
         names = [*properties, *(name for name in required if name not in properties)]
+        if not names and schema.get("additionalProperties") is not False:
+            return None
         return tuple(
             Argument(name, part if isinstance(part := properties.get(name, {}), Mapping) else {}, name in required)
             for name in names

@@ -289,6 +289,7 @@ class CallParser(OutputParser):
         first: what opens a call only at the start of the answer, or after a call.
         reasoning: whether thoughts may come first.
         marks: of thoughts.
+        calls_first: whether an answer that does not begin with a call has none.
     """
 
     def __init__(
@@ -298,7 +299,10 @@ class CallParser(OutputParser):
         first: Sequence[str],
         reasoning: Reasoning,
         marks: Sequence[tuple[str, str]] = THOUGHT_MARKS,
+        *,
+        calls_first: bool = False,
     ) -> None:
+        self._calls_first = calls_first
         self._read = read
         self._openings = Syntax({}, tuple(openings)) if openings else None
         self._first = tuple(first)
@@ -343,6 +347,10 @@ class CallParser(OutputParser):
                     continue
             at_first = False
             source.pos = max(source.pos, start)
+            if self._calls_first and self._openings is not None:
+                yield from source.skip_space()
+                if (yield from source.next_is(self._openings.words)) is None:
+                    self._openings = None  # text to the end
             opening = yield from self._text(start)
             if opening is None:
                 return

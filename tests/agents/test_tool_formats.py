@@ -30,7 +30,7 @@ from polykv_agents.tool_calls import (
 )
 from polykv_agents.tool_calls.response_template import ResponseTemplateFormat, TemplateJson
 
-WALKS = 60 if FULL else 8
+WALKS = 200 if FULL else 8
 
 SEARCH = Tool(
     "search",
@@ -304,7 +304,7 @@ class TestGrammars:
             )
             text, complete = judge.walk(grammar, generator, snippets)
             ended += complete
-            parser = tool_format.parser(TOOLS, reasoning=reasoning)
+            parser = tool_format.parser(TOOLS, reasoning=reasoning, json_answer=answer is not None)
             events = [*parser.feed(text), *parser.finish(complete=complete)]
             calls = [event for event in events if isinstance(event, Call)]
             for call in calls:

@@ -442,6 +442,26 @@ def test_text_that_only_looks_like_a_call_is_given_back_as_text(name: str, text:
         assert parse(ALL[name], letters(answer)) == [Text(answer)]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_in_the_strings_of_a_json_answer_open_no_call(name: str) -> None:
+    tool_format = FORMATS[name]
+    call = tool_format.write_calls([Call("now", {})])
+    answer = json.dumps({"name": "now", "note": call, "marks": tool_format.marks}, ensure_ascii=False)
+    for pieces in (answer, letters(answer), letters(f"\n{answer}\n")):
+        parser = tool_format.parser(TOOLS, json_answer=True)
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        assert merged(events + parser.finish(complete=True)) == [Text("".join(pieces))]
+    parser = tool_format.parser(TOOLS, json_answer=True)
+    assert [*parser.feed(call), *parser.finish(complete=True)] == [Call("now", {})]
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "plain_json"])
+def test_a_json_answer_with_the_name_of_a_tool_is_no_call(name: str) -> None:
+    for json_answer, events in ((False, [Call("now", {})]), (True, [Text('{"name": "now"}')])):
+        parser = FORMATS[name].parser(TOOLS, json_answer=json_answer)
+        assert [*parser.feed('{"name": "now"}'), *parser.finish(complete=True)] == events
+
+
 # ------------------------------------------------------------------------------------------------- calls that are none
 
 
