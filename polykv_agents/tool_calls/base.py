@@ -104,10 +104,12 @@ class ToolFormat(ABC):
     Attributes:
         name: short name, as ``hermes``.
         marks: texts of the format that may be special tokens of a tokenizer (``[TOOL_CALLS]``): decoding must show them.
+        thoughts: pairs of marks around thoughts, the usual one first; decoding must show them, too.
     """
 
     name: str
     marks: tuple[str, ...] = ()
+    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
 
     @abstractmethod
     def instructions(self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> str:

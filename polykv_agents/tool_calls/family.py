@@ -19,7 +19,7 @@ from polykv_agents.tool_calls.base import (
 )
 from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
 from polykv_agents.tool_calls.reading import CallReader
-from polykv_agents.tool_calls.streaming import THOUGHT_MARKS, CallParser, PlainParser, Source, Wait
+from polykv_agents.tool_calls.streaming import CallParser, PlainParser, Source, Wait
 
 
 class StreamedFormat(ToolFormat):
@@ -28,14 +28,12 @@ class StreamedFormat(ToolFormat):
     Attributes:
         openings: marks that open calls, anywhere in an answer.
         first: what opens calls only where an answer begins, or after another call.
-        thoughts: pairs of marks around thoughts, the usual one first.
         keys: under which the arguments may be written, the usual one first.
         several: tells a model how to write more than one call.
     """
 
     openings: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    thoughts: tuple[tuple[str, str], ...] = THOUGHT_MARKS[:1]
     keys: tuple[str, ...] = ("arguments", "parameters")
     several: str = "You may write several calls, one after another."
 

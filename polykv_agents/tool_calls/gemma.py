@@ -302,4 +302,6 @@ def function_gemma() -> BracedCalls:
 def gemma4() -> BracedCalls:
     """The format of Gemma 4."""
     thoughts = (("<|channel>thought\n", "<channel|>"),)
-    return BracedCalls("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', thoughts)
+    tool_format = BracedCalls("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', thoughts)
+    tool_format.marks += ("<|channel>", "<channel|>")
+    return tool_format

@@ -64,18 +64,22 @@ class Lark:
 
     def mark(self, text: str) -> str:
         """A mark: the special token if there is one, else its text."""
-        token = self._special(text)
-        return self.literal(text) if token is None else f"<[{int(token)}]>"
+        for end in range(len(text), 0, -1):
+            token = self._special(text[:end]) if text[end - 1] in ">]" else None
+            if token is not None:  # a mark may go on after its token, as <|channel>thought does
+                rest = f" {self.literal(text[end:])}" if text[end:] else ""
+                return f"<[{int(token)}]>{rest}"
+        return self.literal(text)
 
     def until(self, mark: str, text: str = TEXT) -> str:
         """Any text up to the first such mark, and the mark, be it written as a special token or in letters."""
         letters = self.rule(f"{text} {self.literal(mark)}", lazy=True)
-        return letters if self._special(mark) is None else f"({letters} | {text} {self.mark(mark)})"
+        return letters if self.mark(mark) == self.literal(mark) else f"({letters} | {text} {self.mark(mark)})"
 
     def begins(self, mark: str) -> str:
         """A mark at the start of the answer, after white space, where any text could stand instead."""
         letters = self.rule(f"SPACE {self.literal(mark)}", lazy=True)
-        return letters if self._special(mark) is None else f"({letters} | {self.mark(mark)})"
+        return letters if self.mark(mark) == self.literal(mark) else f"({letters} | {self.mark(mark)})"
 
     def text_before(self, end: str, schema: Mapping[str, Any]) -> str:
         """A string as plain text up to a mark, and the mark: any text, or what ``schema`` (of type string) allows of it.

@@ -38,7 +38,7 @@ def wise(prompt: str) -> str:
     turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, flags=re.DOTALL)
     question = turns[-1][1]
     tools = re.findall(r'^\{"name": "(\w+)", ', prompt, flags=re.MULTILINE)
-    must_call = "nothing but calls" in prompt
+    must_call = "Answer with a call" in prompt or "Answer with calls" in prompt
     if tools and not question.startswith("Result of") and (must_call or "weather" in question):
         name = next((tool for tool in tools if tool in question), tools[0])
         arguments = ARGUMENTS.get(name)
