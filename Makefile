@@ -96,8 +96,9 @@ format: install ## format and fix what ruff can fix
 bench: install ## measure memory and time of attention on the pool
 	@$(PY) $(BENCH) $(ARGS)
 
-bench-peers: install ## install what benchmarks/end_to_end.py compares with (40 MB)
+bench-peers: install ## install what the benchmarks compare with and ask (45 MB)
 	@$(PIP_INSTALL) -c constraints.txt -e '.[bench]' --no-build-isolation
+	@$(PIP_INSTALL) --no-deps $(call pin,bfcl-eval)
 
 # `build` makes the sdist and from it the pure wheel, which so shows that the sdist is whole. -P: a folder called build must
 # not hide the program build.

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"polykv": ROOT, "polykv_agents": ROOT, "polykv_kernels": ROOT / "kernels"}
-EXTRAS = {"bench", "triton", "demo", "eval", "notebooks", "dev"}
+EXTRAS = {"agents", "bench", "triton", "demo", "eval", "notebooks", "dev"}
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.gguf", "*.so")
 
 
