@@ -18,15 +18,21 @@ CUT_OFF = "[not finished] "
 """Before the raw text of a call that was cut where a lenient JSON parser would still read it: LangChain's chunks do."""
 
 
+FIRST_CALL_BLOCK = 1000
+
+
 class AnswerReader:
     """Turns the pieces of one answer into message chunks.
 
     Args:
         parser: reads calls and thoughts; None leaves the text as it is.
+        in_blocks: chunks will become standard content blocks (``output_version="v1"``). LangChain numbers the blocks of text
+            itself and merges blocks of one number, so calls then need numbers far from those.
     """
 
-    def __init__(self, parser: OutputParser | None) -> None:
+    def __init__(self, parser: OutputParser | None, *, in_blocks: bool = False) -> None:
         self._parser = parser
+        self._in_blocks = in_blocks
         self._calls = 0
         self._index = 0
         self._texts: list[str] = []
@@ -85,7 +91,8 @@ class AnswerReader:
         else:
             arguments = _unreadable(event.arguments)
             self._invalid.append(_invalid_call(event, arguments, call_id))
-        chunk = tool_call_chunk(name=event.name, args=arguments, id=call_id, index=self._index)
+        index = self._index + (FIRST_CALL_BLOCK if self._in_blocks else 0)
+        chunk = tool_call_chunk(name=event.name, args=arguments, id=call_id, index=index)
         self._index += 1
         return AIMessageChunk(content="", tool_call_chunks=[chunk])
 

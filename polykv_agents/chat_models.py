@@ -433,7 +433,13 @@ class ChatPolyKV(BaseChatModel):
             visible_tokens=self._render().visible_ids() if plan.parser is not None else frozenset(),
             **plan.options,
         )
-        return _Running(self, self.engine.submit(request), AnswerReader(plan.parser), plan.facts, plan.created)
+        return _Running(
+            self,
+            self.engine.submit(request),
+            AnswerReader(plan.parser, in_blocks=self.output_version == "v1"),
+            plan.facts,
+            plan.created,
+        )
 
     def _for_call(self, kwargs: dict[str, Any]) -> ChatPolyKV:
         """This object, or for ``model=`` of a call one of that model."""
