@@ -480,6 +480,8 @@ class ChatPolyKV(BaseChatModel):
         )
         if not build_marked(llm, plan, wait=False):
             await asyncio.to_thread(build_marked, llm, plan, wait=True)
+        if plan.sampling.grammar is not None:
+            await asyncio.to_thread(llm.engine.prepare, plan.sampling.grammar)
         return llm._submit(plan)
 
     def _facts_of(self, running: _Running, completion: Completion) -> tuple[UsageMetadata, dict[str, Any]]:

@@ -56,8 +56,9 @@ def test_it_runs(name: str, kernel: str) -> None:
 
 @pytest.mark.real
 @pytest.mark.full
-def test_cells_can_be_run_twice(kernel: str) -> None:
-    notebook = load(QUICK)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_cells_can_be_run_twice(name: str, kernel: str) -> None:
+    notebook = load(name)
     again = [nbformat.v4.new_code_cell(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
     notebook.cells += again
     run(notebook, kernel)

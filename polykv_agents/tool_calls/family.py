@@ -17,7 +17,7 @@ from polykv_agents.tool_calls.base import (
     ToolFormat,
     dumps,
 )
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
+from polykv_agents.tool_calls.lark import Answers, Lark, Opening, SpecialToken, whole_answer
 from polykv_agents.tool_calls.reading import CallReader
 from polykv_agents.tool_calls.streaming import CallParser, PlainParser, Source, Wait
 
@@ -89,14 +89,18 @@ class StreamedFormat(ToolFormat):
     ) -> str:
         """See the base class."""
         lark = Lark(is_special)
-        return whole_answer(
-            lark,
-            self.call_openings(lark, tools, parallel=parallel) if tools else (),
-            choice,
-            answer=None if answer is None else lark.rule(json_rule(answer)),
-            reasoning=reasoning,
-            thoughts=self.thoughts,
-        )
+        if tools:
+            answers = self.answers(lark, tools, parallel=parallel, answer=answer)
+        else:
+            answers = Answers(json=None if answer is None else lark.rule(json_rule(answer)))
+        return whole_answer(lark, answers, choice, reasoning=reasoning, thoughts=self.thoughts)
+
+    def answers(
+        self, lark: Lark, tools: Sequence[Tool], *, parallel: bool, answer: Mapping[str, Any] | None
+    ) -> Answers:
+        """What an answer may be where there are tools."""
+        json = None if answer is None else lark.rule(json_rule(answer))
+        return Answers(self.call_openings(lark, tools, parallel=parallel), json=json)
 
     def call_openings(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> Sequence[Opening]:
         """The ways in which calls may begin, the usual one first. All of ``openings`` must be among them."""

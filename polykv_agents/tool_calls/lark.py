@@ -32,6 +32,23 @@ class Opening:
     rest: str
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What an answer may be, thoughts aside; all are bodies of rules.
+
+    Attributes:
+        openings: of calls that begin with a mark, the usual one first.
+        bare: calls without a mark, which begin the answer; None: there are none.
+        text: terminal of text that does not look like a bare call.
+        json: an answer without calls that takes the place of text; None: text.
+    """
+
+    openings: Sequence[Opening] = ()
+    bare: str | None = None
+    text: str = TEXT
+    json: str | None = None
+
+
 class Lark:
     """Collects the rules of one grammar.
 
@@ -120,40 +137,26 @@ class Lark:
 
 
 def whole_answer(
-    lark: Lark,
-    openings: Sequence[Opening],
-    choice: ToolChoice,
-    *,
-    answer: str | None,
-    reasoning: Reasoning,
-    thoughts: Sequence[tuple[str, str]],
-    bare: str | None = None,
-    text: str = TEXT,
+    lark: Lark, answers: Answers, choice: ToolChoice, *, reasoning: Reasoning, thoughts: Sequence[tuple[str, str]]
 ) -> str:
     """The grammar of an answer: thoughts, then calls, text, or text with calls after it.
 
     Args:
         lark: holds the rules so far.
-        openings: of calls that begin with a mark, the usual one first.
-        choice: whether there must be calls.
-        bare: rule of calls without a mark, which begin the answer.
-        text: terminal of text that does not look like a bare call.
-        answer: rule of an answer without calls; None: text.
+        answers: calls and text.
+        choice: whether there must be calls, if there can be.
         reasoning: whether thoughts may, or must, come first.
         thoughts: pairs of marks around thoughts.
     """
-    calls = [f"{lark.mark(opening.mark)} {lark.rule(opening.rest)}" for opening in openings[:1]]
-    if bare is not None:
-        calls.insert(0, bare)
-    if answer is not None:
-        body = [answer] if choice == "auto" or not calls else []
-        body += calls
-    elif choice == "required" and calls:
+    calls = [] if answers.bare is None else [answers.bare]
+    calls += [f"{lark.mark(opening.mark)} {lark.rule(opening.rest)}" for opening in answers.openings[:1]]
+    if choice == "required" and calls:
         body = calls
+    elif answers.json is not None:
+        body = [answers.json, *calls]
     else:
-        body = [text]
-        body += [f"{lark.until(opening.mark, text)} {lark.rule(opening.rest)}" for opening in openings]
-        body += [bare] if bare is not None else []
+        body = [answers.text] if answers.bare is None else [answers.text, answers.bare]
+        body += [f"{lark.until(opening.mark, answers.text)} {lark.rule(opening.rest)}" for opening in answers.openings]
     body_rule = lark.rule(" | ".join(body))
     if reasoning == "none":
         return lark.write(body_rule)

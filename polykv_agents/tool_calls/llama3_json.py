@@ -7,10 +7,10 @@ from typing import Any
 
 from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.bare_json import NOT_JSON, begins_like_call, calls_schema, is_calls, is_cut_call
-from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
 from polykv_agents.tool_calls.family import StreamedFormat, call_object
 from polykv_agents.tool_calls.json_text import guess_name
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
+from polykv_agents.tool_calls.lark import Answers, Lark, Opening
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
 
@@ -72,35 +72,14 @@ class Llama3Json(StreamedFormat):
         """See the base class."""
         return "; ".join(call_object(call, "parameters") for call in calls)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        *,
-        parallel: bool,
-        answer: Mapping[str, Any] | None = None,
-        reasoning: Reasoning = "none",
-        is_special: SpecialToken = lambda mark: None,
-    ) -> str:
+    def answers(
+        self, lark: Lark, tools: Sequence[Tool], *, parallel: bool, answer: Mapping[str, Any] | None
+    ) -> Answers:
         """See the base class."""
-        if not tools:
-            return super().grammar(
-                tools, choice, parallel=parallel, answer=answer, reasoning=reasoning, is_special=is_special
-            )
-        lark = Lark(is_special)
         call = lark.rule(json_rule(calls_schema(tools, "parameters")))
-        more = f" ({lark.literal('; ')} {call})*" if parallel else ""
-        bare = lark.rule(call + more)
-        ending = None
-        if answer is not None and choice == "auto":
-            ending = lark.rule(json_rule(calls_schema(tools, "parameters", answer=answer)))
-        return whole_answer(
-            lark,
-            [Opening(TAG, call + more)],
-            choice,
-            bare=bare,
-            text=lark.terminal("NOT_JSON", NOT_JSON),
-            answer=ending,
-            reasoning=reasoning,
-            thoughts=self.thoughts,
-        )
+        calls = f"{call} ({lark.literal('; ')} {call})*" if parallel else call
+        json = None
+        if answer is not None:
+            json = lark.rule(json_rule(calls_schema(tools, "parameters", answer=answer)))
+        text = lark.terminal("NOT_JSON", NOT_JSON)
+        return Answers([Opening(TAG, calls)], lark.rule(calls), text, json)

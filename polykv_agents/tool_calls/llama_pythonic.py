@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polykv.engine.grammar import json_rule
-from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool
 from polykv_agents.tool_calls.family import StreamedFormat
-from polykv_agents.tool_calls.lark import Lark, Opening, SpecialToken, whole_answer
-from polykv_agents.tool_calls.python_calls import PYTHON_VALUE, call_rule, read_calls, write_call
+from polykv_agents.tool_calls.lark import Answers, Lark, Opening
+from polykv_agents.tool_calls.python_calls import PYTHON_VALUE, call_rule, read_arguments, read_calls, write_call
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
 
@@ -44,8 +44,8 @@ def read_list(source: Source, reader: CallReader, *, marked: bool) -> Wait[Seque
     events = read_calls(raw, reader)
     if events is None:
         return [InvalidCall(match.group(1), raw, "not a list of calls")] if match.group(1) in reader.tools else None
-    if not marked and not any(_name(event) in reader.tools for event in events) and _broken(events):
-        return None
+    if not marked and not any(_name(event) in reader.tools for event in events):
+        return events if all(_is_readable(event) for event in events) else None
     return events
 
 
@@ -53,8 +53,11 @@ def _name(event: Event) -> str | None:
     return event.name if isinstance(event, (Call, InvalidCall)) else None
 
 
-def _broken(events: Sequence[Event]) -> bool:
-    return any(isinstance(event, InvalidCall) and event.error.startswith("the arguments cannot") for event in events)
+def _is_readable(event: Event) -> bool:
+    try:
+        return isinstance(event, InvalidCall) and read_arguments(event.arguments) is not None
+    except ValueError:
+        return False
 
 
 class LlamaPythonic(StreamedFormat):
@@ -92,37 +95,13 @@ class LlamaPythonic(StreamedFormat):
         """See the base class."""
         return f"[{', '.join(map(write_call, calls))}]"
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        *,
-        parallel: bool,
-        answer: Mapping[str, Any] | None = None,
-        reasoning: Reasoning = "none",
-        is_special: SpecialToken = lambda mark: None,
-    ) -> str:
+    def answers(
+        self, lark: Lark, tools: Sequence[Tool], *, parallel: bool, answer: Mapping[str, Any] | None
+    ) -> Answers:
         """See the base class."""
-        if not tools:
-            return super().grammar(
-                tools, choice, parallel=parallel, answer=answer, reasoning=reasoning, is_special=is_special
-            )
-        lark = Lark(is_special)
-        calls = list_rule(lark, tools, parallel=parallel)
-        return whole_answer(
-            lark,
-            [Opening(START, f"{calls} {lark.mark(END)}")],
-            choice,
-            bare=calls,
-            text=lark.terminal("NOT_LIST", NOT_LIST),
-            answer=None if answer is None else lark.rule(json_rule(answer)),
-            reasoning=reasoning,
-            thoughts=self.thoughts,
-        )
-
-
-def list_rule(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """The rule of a list of calls."""
-    call = lark.rule(" | ".join(call_rule(lark, tool) for tool in tools))
-    more = f" ({lark.literal(', ')} {call})*" if parallel else ""
-    return lark.rule(f"{lark.literal('[')} {call}{more} {lark.literal(']')}")
+        call = lark.rule(" | ".join(call_rule(lark, tool) for tool in tools))
+        more = f" ({lark.literal(', ')} {call})*" if parallel else ""
+        calls = lark.rule(f"{lark.literal('[')} {call}{more} {lark.literal(']')}")
+        text = lark.terminal("NOT_LIST", NOT_LIST)
+        json = None if answer is None else lark.rule(json_rule(answer))
+        return Answers([Opening(START, f"{calls} {lark.mark(END)}")], calls, text, json)

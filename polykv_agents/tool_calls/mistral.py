@@ -41,7 +41,10 @@ class Mistral(StreamedFormat):
         yield from source.skip_space()
         start = source.pos
         name: str | None = None
-        if (yield from source.next_is(("[", "{"))) is None:
+        begin = yield from source.next_is(("[", "{", CALLS))
+        if begin == CALLS:
+            return None
+        if begin is None:
             name = yield from self._name(source)
             if name is None:
                 return None

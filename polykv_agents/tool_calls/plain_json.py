@@ -7,10 +7,10 @@ from typing import Any
 
 from polykv.engine.grammar import json_rule
 from polykv_agents.tool_calls.bare_json import NOT_JSON, begins_like_call, calls_schema, is_calls, is_cut_call
-from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Reasoning, Tool, ToolChoice, dumps
+from polykv_agents.tool_calls.base import Call, Event, InvalidCall, Tool, dumps
 from polykv_agents.tool_calls.family import StreamedFormat, call_object
 from polykv_agents.tool_calls.json_text import guess_name
-from polykv_agents.tool_calls.lark import Lark, SpecialToken, whole_answer
+from polykv_agents.tool_calls.lark import Answers, Lark
 from polykv_agents.tool_calls.reading import CUT, CallReader
 from polykv_agents.tool_calls.streaming import SPACE, Source, Wait
 
@@ -64,32 +64,13 @@ class PlainJson(StreamedFormat):
             return call_object(calls[0])
         return dumps([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolChoice,
-        *,
-        parallel: bool,
-        answer: Mapping[str, Any] | None = None,
-        reasoning: Reasoning = "none",
-        is_special: SpecialToken = lambda mark: None,
-    ) -> str:
+    def answers(
+        self, lark: Lark, tools: Sequence[Tool], *, parallel: bool, answer: Mapping[str, Any] | None
+    ) -> Answers:
         """See the base class."""
-        if not tools:
-            return super().grammar(
-                tools, choice, parallel=parallel, answer=answer, reasoning=reasoning, is_special=is_special
-            )
-        lark = Lark(is_special)
-        ending = answer if choice == "auto" else None
-        calls = lark.rule(json_rule(calls_schema(tools, "arguments", lists=parallel, answer=ending)))
+        calls = calls_schema(tools, "arguments", lists=parallel)
         text = f"{NOT_JSON} & ~/[ \\t\\r\\n]*```(json)?[ \\t\\r\\n]*[\\[{{](.|\\n)*/"
-        return whole_answer(
-            lark,
-            (),
-            "auto" if ending is None and choice == "auto" else "required",
-            bare=calls,
-            text=lark.terminal("NOT_JSON", text),
-            answer=None,
-            reasoning=reasoning,
-            thoughts=self.thoughts,
-        )
+        json = None
+        if answer is not None:
+            json = lark.rule(json_rule(calls_schema(tools, "arguments", lists=parallel, answer=answer)))
+        return Answers((), lark.rule(json_rule(calls)), lark.terminal("NOT_JSON", text), json)
