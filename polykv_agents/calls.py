@@ -161,7 +161,13 @@ def plan_call(
         prompt,
         sampling if grammar is None else replace(sampling, grammar=grammar),
         options,
-        llm._render().format.parser(ask.callable, reasoning=prompt.reasoning) if reads else None,
+        llm._render().format.parser(
+            ask.callable,
+            reasoning=prompt.reasoning,
+            json_answer=ask.answer is not None and ask.answer.schema is not None,
+        )
+        if reads
+        else None,
         held=[] if context is None else [context],
     )
     if segment is not None:

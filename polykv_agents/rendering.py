@@ -84,7 +84,7 @@ class Renderer:
         self._system_role = self._takes_system_role()
         self.takes_tools = template_takes_tools(self._tool_template) and self._shows_tools()
         self.takes_calls = self._shows_calls()
-        self.reasons = any(opening in self._template for opening, _ in THOUGHT_MARKS)
+        self.reasons = any(opening in self._template for opening, _ in self.format.thoughts)
         self._tools_after: dict[tuple[str, ...], bool] = {}
         self._shared: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
         self._lock = Lock()
@@ -142,7 +142,8 @@ class Renderer:
 
     def visible_ids(self) -> frozenset[int]:
         """Special tokens that an answer must show, since calls and thoughts are told by them."""
-        marks = [*self.format.marks, *(mark for pair in THOUGHT_MARKS for mark in pair)]
+        pairs = (*THOUGHT_MARKS, *self.format.thoughts)
+        marks = [*self.format.marks, *(mark for pair in pairs for mark in pair)]
         found = {token_id for mark in marks if (token_id := self.special_id(mark)) is not None}
         return frozenset(found)
 
@@ -295,7 +296,7 @@ class Renderer:
 
     def _reasoning(self, text: str) -> Reasoning:
         tail = text.rstrip()
-        if any(tail.endswith(opening) for opening, _ in THOUGHT_MARKS):
+        if any(tail.endswith(opening) for opening, _ in self.format.thoughts):
             return "open"
         return "optional" if self.reasons else "none"
 

@@ -358,3 +358,13 @@ class TestObjects:
         with pytest.raises(InvalidRequestError, match=message):
             ask(llm)
         assert llm.invoke("q").text == "ok"
+
+
+def test_an_object_that_holds_the_mark_of_a_call_is_the_answer(make: Any) -> None:
+    answer = '{"text": "<tool_call> is how calls begin"}'
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"text": {"type": "string"}}}},
+    }
+    message = make(lambda prompt: answer).bind_tools([search], response_format=form).invoke("Go.")
+    assert message.text == answer and not message.tool_calls and not message.invalid_tool_calls
