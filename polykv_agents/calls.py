@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.messages import BaseMessage
 
 from polykv.engine import Request, SamplingParams
-from polykv.errors import InvalidRequestError
+from polykv.errors import InvalidRequestError, UnsupportedModelError
 from polykv.models.identity import segment_identity
 from polykv.pool import KVSegment
 from polykv_agents.marks import Mark, find_marks, leading_system, split
@@ -72,6 +72,7 @@ class Plan:
     def explain(self, reason: str) -> None:
         """Says why a context that was asked for is not used."""
         self.facts = {"tokens": 0, **(self.facts or {}), "reason": reason}
+        logger.warning("a shared context was not used: %s", reason)
 
 
 def check_keywords(kwargs: Mapping[str, Any]) -> None:
@@ -182,8 +183,6 @@ def plan_call(
     _find_named(llm, plan, kwargs)
     if segment is plan.segment or segment is None:
         _find_marked(llm, plan, messages, shared, marks)
-    if plan.facts is not None and "reason" in plan.facts:
-        logger.warning("a shared context was not used: %s", plan.facts["reason"])
     return plan
 
 
@@ -276,7 +275,12 @@ def build_marked(llm: ChatPolyKV, plan: Plan, *, wait: bool) -> bool:
             def build(ids: list[int] = ids[start:], parent: KVSegment | None = parent) -> SharedContext:
                 return SharedContext(llm.pool, llm.engine.share(ids, llm.codec, parent=parent), ())
 
-            context, built = contexts.build_marked(key, build)
+            try:
+                context, built = contexts.build_marked(key, build)
+            except UnsupportedModelError as error:  # a mark is a hint: the call goes on without it
+                plan.marks.clear()
+                plan.explain(str(error))
+                return True
         segment, _ = context.reading()
         plan.held.append(context)
         plan.segment = segment

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from polykv.engine import Engine
-from polykv.errors import SharedContextMissing
+from polykv.errors import RequestCancelledError, SharedContextMissing
 from polykv_agents.shared_context import SharedContext
 
 MAX_MARKED = 16
@@ -80,23 +80,26 @@ class Contexts:
         Returns:
             The context, and whether this call built it.
         """
-        with self._lock:
-            context = self._marked.get(key)
-            if context is not None and not context.released:
-                self._marked.move_to_end(key)
+        while True:
+            context = self.marked(key)
+            if context is not None:
                 return context, False
-            future = self._building.get(key)
-            mine = future is None
-            if future is None:
-                future = self._building[key] = Future()
-        if not mine:
-            return future.result(), False
+            with self._lock:
+                future = self._building.get(key)
+                if future is None:
+                    future = self._building[key] = Future()
+                    break
+            try:
+                return future.result(), False
+            except RequestCancelledError:
+                continue  # the one who built was interrupted: another builds
         try:
             context = build()
         except BaseException as error:
             with self._lock:
                 del self._building[key]
-            future.set_exception(error)
+            interrupted = RequestCancelledError("the call that built this context was interrupted")
+            future.set_exception(error if isinstance(error, Exception) else interrupted)
             raise
         with self._lock:
             self._marked[key] = context

@@ -80,6 +80,8 @@ class Renderer:
                 "the tokenizer has no chat template; pass chat_template=..., or use an instruction-tuned model"
             ) from error
         self._tool_template = self._named_tool_template(chat_template)
+        added = tokenizer.added_tokens_decoder
+        self._special = {token.content: int(token_id) for token_id, token in added.items() if token.special}
         self.format = tool_format or detect_format(self._tool_template, tokenizer)
         self._system_role = self._takes_system_role()
         self.takes_tools = template_takes_tools(self._tool_template) and self._shows_tools()
@@ -135,10 +137,7 @@ class Renderer:
 
     def special_id(self, mark: str) -> int | None:
         """The id of a text that is one special token of the tokenizer; None if it is not."""
-        for token_id, token in self._tokenizer.added_tokens_decoder.items():
-            if token.content == mark and token.special:
-                return int(token_id)
-        return None
+        return self._special.get(mark)
 
     def visible_ids(self) -> frozenset[int]:
         """Special tokens that an answer must show, since calls and thoughts are told by them."""

@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 QUICK = "01_quickstart.ipynb"
-MACHINE_PATH = re.compile(r"(/home/|/root/|/Users/|/work/|/tmp/|site-packages|\.venv)")
+MACHINE_PATH = re.compile(r"(/home/|/root/|/Users/|/tmp/|site-packages|\.venv)")
 MAX_BYTES = 400_000
 
 

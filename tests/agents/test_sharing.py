@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -124,6 +125,43 @@ class TestMarks:
         assert "at least 32 are kept" in message.response_metadata["shared_context"]["reason"]
         assert "at least 32 are kept" in caplog.text
         assert message.content == llm.invoke([SystemMessage("Short."), HumanMessage("Who?")]).content
+
+    def test_a_codec_that_cannot_store_the_model_is_a_reason_and_no_error(self, tokenizer: Any) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=320,
+            hidden_size=24,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            head_dim=12,
+        )
+        llm = ChatPolyKV(model=LlamaForCausalLM(config).eval(), tokenizer=tokenizer, codec="k8v3", max_tokens=3)
+        message = llm.invoke(marked())
+        assert details(message) == (0, 0) and "12" in message.response_metadata["shared_context"]["reason"]
+        llm.close()
+
+    def test_an_interrupted_builder_leaves_the_work_to_another(self, llm: ChatPolyKV) -> None:
+        contexts, begun, let_go = contexts_of(llm.engine), threading.Event(), threading.Event()
+        built = llm.share(DOCUMENT)
+
+        def interrupted() -> SharedContext:
+            begun.set()
+            assert let_go.wait(30)
+            raise KeyboardInterrupt
+
+        def first() -> None:
+            with pytest.raises(KeyboardInterrupt):
+                contexts.build_marked(("k", "exact"), interrupted)
+
+        with ThreadPoolExecutor(2) as threads:
+            one = threads.submit(first)
+            assert begun.wait(30)
+            other = threads.submit(contexts.build_marked, ("k", "exact"), lambda: built)
+            let_go.set()
+            one.result(30)
+            assert other.result(30) == (built, True)
 
     def test_a_mark_after_a_shared_context_goes_on_from_it(self, llm: ChatPolyKV) -> None:
         ctx = llm.share(DOCUMENT)
