@@ -12,7 +12,7 @@ from _end_to_end.measuring import PeakMemory, Row, Task, TokenTimes, run_graph, 
 from _end_to_end.workload import Workload, eos_ids, make_workload
 from polykv.engine.request import RequestHandle
 from polykv_agents import ChatPolyKV
-from polykv_agents.chat_models import CALL_KEYWORDS
+from polykv_agents.calls import CALL_KEYWORDS
 
 BAN = -100.0
 """Added to the logits of end-of-sequence tokens, so that all answers have the same length."""

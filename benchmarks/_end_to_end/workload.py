@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polykv_agents.rendering import Renderer, shared_turns
+from polykv_agents.rendering import Renderer
+from polykv_agents.turns import shared_turns
 
 DOCUMENT = Path(__file__).parents[2] / "examples" / "data" / "dashwood_inheritance.txt"
 PERSONAS = (

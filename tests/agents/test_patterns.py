@@ -22,6 +22,7 @@ from langchain_core.tools import tool
 from langgraph.cache.memory import InMemoryCache
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.config import get_stream_writer
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import CachePolicy, Command, Send, interrupt
 from langgraph_supervisor import create_supervisor
@@ -479,7 +480,9 @@ def test_every_stream_mode_tells_the_same(make: Any) -> None:
     llm = make(lambda prompt: f"answer to {question_of(prompt)}")
 
     def ask(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [llm.invoke(state["messages"])]}
+        message = llm.invoke(state["messages"])
+        get_stream_writer()({"cache_read": cache_read(message), "text": message.content})
+        return {"messages": [message]}
 
     graph = StateGraph(MessagesState)
     graph.add_node("ask", ask)
@@ -489,6 +492,7 @@ def test_every_stream_mode_tells_the_same(make: Any) -> None:
     want = "answer to Who?"
     assert list(compiled.stream(state, stream_mode="values"))[-1]["messages"][-1].content == want
     assert next(iter(compiled.stream(state, stream_mode="updates")))["ask"]["messages"][-1].content == want
+    assert list(compiled.stream(state, stream_mode="custom")) == [{"cache_read": 0, "text": want}]
     pieces = [chunk for chunk, _ in compiled.stream(state, stream_mode="messages")]
     assert "".join(chunk.content for chunk in pieces) == want and len(pieces) > 5
 

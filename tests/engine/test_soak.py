@@ -183,10 +183,10 @@ def soak(tokenizer: Any, monkeypatch: Any, caplog: Any) -> Any:
                 raise MemoryError("no room")
         return logits
 
-    def ill(sampler: Sampler, logits: Any) -> Any:
+    def ill(sampler: Sampler, logits: Any, mask: Any = None) -> Any:
         if sampler._params.seed == ILL_SEED:
             raise ArithmeticError("a processor failed")
-        return sample(sampler, logits)
+        return sample(sampler, logits, mask)
 
     monkeypatch.setattr(engine._runner, "forward", heavy)
     monkeypatch.setattr(Sampler, "sample", ill)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -125,6 +126,7 @@ def test_memory_of_live_agents(real_model: tuple[Any, Any]) -> None:
     context = tokenizer.encode(demo_document())[:4096]
     assert len(context) == 4096
     weights = [*model.parameters(), *model.buffers()]
+    gc.collect()  # what other tests have left in cycles must not go while this one measures
     idle = live_tensor_bytes(exclude=weights)
     pool = SharedKVPool.from_token_ids(model, context, tokenizer=tokenizer)
     engine = Engine(model, tokenizer, pool=pool)
