@@ -47,6 +47,10 @@ def structured_output(
         "ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}
     }
     if method == "function_calling":
+        if isinstance(schema, dict) and schema.get("type", "object") not in ("object", "function"):
+            raise InvalidRequestError(
+                f"a function's arguments are an object, and the schema is of type {schema['type']!r}; use method='json_schema'"
+            )
         function = tool_schemas([schema], strict=strict)[0]
         name = function["function"]["name"]
         model = llm.bind_tools([function], tool_choice=name, parallel_tool_calls=False, strict=strict, **asked, **bound)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
 
 from polykv.engine.grammar import Grammar
 from polykv.errors import InvalidRequestError
@@ -50,6 +52,41 @@ def closed(schema: Any) -> Any:
     return result
 
 
+def _own_schema(tool: Any) -> dict[str, Any] | None:
+    """The JSON schema of a pydantic class, or of a tool's arguments, if it refers to itself.
+
+    LangChain writes references out, which a recursive one survives as "anything".
+    """
+    model = tool.tool_call_schema if isinstance(tool, BaseTool) else tool
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return None
+    schema = model.model_json_schema()
+    return schema if _refers_to_itself(schema) else None
+
+
+def _refers_to_itself(schema: Mapping[str, Any]) -> bool:
+    definitions = schema.get("$defs", {})
+
+    def targets(part: Any) -> Iterator[str]:
+        if isinstance(part, Mapping):
+            if isinstance(part.get("$ref"), str):
+                yield part["$ref"].rpartition("/")[2]
+            for key, value in part.items():
+                if key != "$defs":
+                    yield from targets(value)
+        elif isinstance(part, list):
+            for value in part:
+                yield from targets(value)
+
+    def reaches(name: str, goal: str, seen: set[str]) -> bool:
+        for target in targets(definitions.get(name, {})):
+            if target == goal or (target not in seen and reaches(target, goal, seen | {target})):
+                return True
+        return False
+
+    return any(reaches(name, name, {name}) for name in definitions)
+
+
 @lru_cache(maxsize=512)
 def _check_schema(what: str, schema: str) -> None:
     try:
@@ -76,6 +113,10 @@ def tool_schemas(tools: Sequence[Any], *, strict: bool | None = None) -> list[di
     for tool in tools:
         try:
             schema = convert_to_openai_tool(tool, strict=strict)
+            own = _own_schema(tool)
+            if own is not None:
+                parameters = {key: own[key] for key in own if key not in ("title", "description")}
+                schema = {**schema, "function": {**schema["function"], "parameters": parameters}}
         except Exception as error:
             raise InvalidRequestError(
                 f"cannot make a tool of {tool!r:.80}: {error}. Give a LangChain tool, a function with type hints and a "
@@ -161,7 +202,7 @@ def answer_schema(schema: Any) -> tuple[str, dict[str, Any]]:
         if "name" not in schema and schema.get("type") != "function":
             return str(schema.get("title", "answer")), dict(schema)
     try:
-        converted = convert_to_json_schema(schema)
+        converted = _own_schema(schema) or convert_to_json_schema(schema)
     except Exception as error:
         raise InvalidRequestError(
             f"cannot make a JSON schema of {schema!r:.80}: {error}. Give a pydantic class, a TypedDict or a JSON schema"

@@ -14,14 +14,15 @@ import json
 import operator
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField
-from pydantic import BaseModel
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
 
 from polykv.errors import InvalidRequestError, PromptTooLongError
 from polykv_agents import ChatPolyKV
@@ -184,6 +185,38 @@ class TestToolChoice:
     def test_several_tools_can_all_be_called(self, make: Any) -> None:
         llm = make(lambda prompt: call("weather", city="Rome"))
         assert llm.bind_tools([search, weather], tool_choice="any").invoke("Go.").tool_calls[0]["name"] == "weather"
+
+
+class Tree(BaseModel):
+    """A tree, which holds trees."""
+
+    leaf: Literal["a", "b"]
+    children: list[Tree] = Field(max_length=2)
+
+
+@tool
+def plant(tree: Tree) -> str:
+    """Plant a tree."""
+    return tree.leaf
+
+
+class TestRecursiveSchemas:
+    @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+    def test_objects_are_held_to_what_refers_to_itself(self, make: Any, method: Any) -> None:
+        llm = make(lambda prompt: "no", temperature=1, max_tokens=2000)
+        chain = llm.with_structured_output(Tree, method=method)
+        trees = [chain.invoke("Go.", seed=seed) for seed in range(6)]
+        assert all(isinstance(tree, Tree) for tree in trees) and any(tree.children for tree in trees)
+
+    def test_tools_too(self, make: Any) -> None:
+        llm = make(lambda prompt: "no", temperature=1, max_tokens=2000).bind_tools([plant], tool_choice="any")
+        for seed in range(6):
+            Tree.model_validate(llm.invoke("Go.", seed=seed).tool_calls[0]["args"]["tree"])
+
+    def test_a_list_is_no_function(self, make: Any) -> None:
+        schema = {"title": "L", "type": "array", "items": {"enum": ["p"]}}
+        with pytest.raises(InvalidRequestError, match="of type 'array'; use method='json_schema'"):
+            make([]).with_structured_output(schema, method="function_calling")
 
 
 class Colour(BaseModel):
