@@ -28,7 +28,8 @@ class Contexts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: weakref.WeakValueDictionary[Key, SharedContext] = weakref.WeakValueDictionary()
+        # several handles of one text are equal, and each may be released by itself
+        self._known: list[weakref.ref[SharedContext]] = []
         self._named: weakref.WeakValueDictionary[str, SharedContext] = weakref.WeakValueDictionary()
         self._marked: OrderedDict[Key, SharedContext] = OrderedDict()
         self._building: dict[Key, Future[SharedContext]] = {}
@@ -36,7 +37,8 @@ class Contexts:
     def remember(self, context: SharedContext, name: str | None = None) -> None:
         """Makes a handle known by its id, and by a name; the newest of a name counts."""
         with self._lock:
-            self._known[context.id, context.codec] = context
+            self._known = [held for held in self._known if (other := held()) is not None and not other.released]
+            self._known.append(weakref.ref(context))
             if name is not None:
                 self._named[name] = context
 
@@ -46,8 +48,9 @@ class Contexts:
             named = self._named.get(reference)
             if named is not None and not named.released:
                 return named
-            for (identity, _), context in self._known.items():
-                if identity == reference and not context.released:
+            for held in reversed(self._known):
+                context = held()
+                if context is not None and context.id == reference and not context.released:
                     return context
             return None
 

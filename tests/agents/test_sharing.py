@@ -247,6 +247,13 @@ class TestNamesAndIds:
         gc.collect()
         assert llm.find_context(identity) is None and llm.find_context("contract") is None
 
+    def test_one_of_several_handles_of_a_text_may_go(self, llm: ChatPolyKV) -> None:
+        ctx = llm.share(DOCUMENT)
+        with llm.share(DOCUMENT) as other:
+            assert other.id == ctx.id
+        assert llm.find_context(ctx.id) is ctx
+        assert details(llm.invoke("Who?", shared_context=ctx.id)) == (ctx.num_tokens, 0)
+
     def test_a_released_context_is_not_found(self, llm: ChatPolyKV) -> None:
         ctx = llm.share(DOCUMENT, name="contract")
         reader = llm.with_context(ctx)
