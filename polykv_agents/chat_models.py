@@ -454,11 +454,12 @@ class ChatPolyKV(BaseChatModel):
             raise IncompatiblePoolError(
                 f"model={model!r}: it cannot read the shared context of {self.model!r}; make a ChatPolyKV of it and share there"
             )
-        if model not in self._siblings:
-            own = ("model", "revision", "chat_template", "tool_format", "shared_context", "profile")
-            fields = {name: getattr(self, name) for name in self.model_fields_set if name not in own}
-            self._siblings[model] = type(self)(model=model, **fields)
-        return self._siblings[model]
+        own = ("model", "revision", "chat_template", "tool_format", "shared_context", "profile")
+        fields = {name: getattr(self, name) for name in sorted(self.model_fields_set) if name not in own}
+        key = f"{model} {fields!r}"  # copies with other fields share this dictionary
+        if key not in self._siblings:
+            self._siblings[key] = type(self)(model=model, **fields)
+        return self._siblings[key]
 
     def _start(self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Running:
         llm = self._for_call(kwargs)

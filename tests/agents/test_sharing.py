@@ -293,6 +293,8 @@ def test_another_model_can_serve_a_call(llm: ChatPolyKV) -> None:
     assert message.content == other.invoke("Who?").content
     assert message.response_metadata["model_name"] == other.model
     assert llm.invoke("Who?", model=llm.model).response_metadata["model_name"] == llm.model
+    longer = llm.model_copy(update={"max_tokens": 6})
+    assert longer.invoke("Who?", model=other.model).usage_metadata["output_tokens"] == 6
     with pytest.raises(IncompatiblePoolError, match="cannot read the shared context"):
         llm.with_context(llm.share(DOCUMENT)).invoke("Who?", model=other.model)
     other.close()
