@@ -32,6 +32,11 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _HINT = "; simplify it, or check the answer yourself"
 
 
+def literal(text: str) -> str:
+    """A text to the letter, as part of a grammar; llguidance knows the letter U+007F only as an escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """A JSON schema as part of a larger grammar.
 
@@ -137,7 +142,7 @@ class Grammar:
         """
         if isinstance(options, str) or not options or not all(isinstance(o, str) and o for o in options):
             raise InvalidRequestError(f"a choice needs a list of non-empty texts, got {options!r:.80}")
-        return cls("start: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options))
+        return cls("start: " + " | ".join(map(literal, options)))
 
 
 class GrammarCompiler:

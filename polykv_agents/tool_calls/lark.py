@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polykv.engine.grammar import json_rule
+from polykv.engine.grammar import json_rule, literal
 from polykv_agents.tool_calls.base import Reasoning, Tool, ToolChoice, dumps
 from polykv_agents.tool_calls.schemas import arguments_schema
 
@@ -77,7 +76,7 @@ class Lark:
     @staticmethod
     def literal(text: str) -> str:
         """A text to the letter."""
-        return json.dumps(text, ensure_ascii=False)
+        return literal(text)
 
     def mark(self, text: str) -> str:
         """A mark: the special token if there is one, else its text."""

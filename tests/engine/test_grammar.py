@@ -74,6 +74,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "pattern": {"type": "string", "pattern": "^[0-9]{2}-[a-c]+$", "maxLength": 8},
 }
 
+CHARACTERS = st.characters(exclude_categories=["Cs"])
+
 
 @pytest.fixture
 def engine(make_engine: Callable[..., Engine], tiny_llama: Any) -> Engine:
@@ -109,8 +111,8 @@ class TestAnswers:
         assert len(texts) > SEEDS // 2
         for text in texts:
             jsonschema.validate(json.loads(text), SCHEMAS[name])
-            if "\\" not in text:  # an answer may write a character as an escape that json.dumps would not use
-                assert text == json.dumps(json.loads(text), ensure_ascii=False), "spaced as json.dumps does"
+            outside = re.sub(r'"(\\.|[^"\\])*"', '""', text)
+            assert not re.search(r"[\s,:]", re.sub(r"[,:] (?=\S)", "", outside)), "spaced as json.dumps does"
 
     @pytest.mark.parametrize("pattern", ["[0-9]{3}-[a-f]{2,4}", "(ja|nein)( doch)?", "[^a-z]{4}", "é{1,3}日", "a.c"])
     def test_text_matches_its_regex(self, engine: Engine, pattern: str) -> None:
@@ -267,10 +269,12 @@ class TestCompany:
         handle = ask(engine, Grammar.regex("[a-z]{2000}"), max_tokens=1500)
         next(iter(handle))
         assert engine.stats().tail_bytes > 0
+        (sequence,) = engine._scheduler.running  # the engine's sum leaves out what no longer runs, freed or not
         handle.cancel()
         with pytest.raises(RequestCancelledError):
             handle.result(60)
         assert (engine.stats().tail_bytes, engine.stats().cancelled, engine.stats().running) == (0, 1, 0)
+        assert sequence.tail.nbytes == 0
         assert ask(engine, Grammar.choice(["yes"])).result(60).text == "yes"
 
 
@@ -467,6 +471,7 @@ class TestMatchers:
     )
     def test_every_value_of_a_schema_can_be_written(self, value: dict[str, Any]) -> None:
         grammar = Grammar.json_schema(SCHEMAS["object"])
+        value = {key: value[key] for key in SCHEMAS["object"]["properties"] if key in value}  # the schema's order
         assert accepts(grammar, json.dumps(value, ensure_ascii=False))
         assert not accepts(grammar, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
         assert not accepts(grammar, json.dumps(value, ensure_ascii=False, indent=1))
@@ -484,11 +489,14 @@ class TestMatchers:
         assert accepts(Grammar.regex(pattern), text) == (re.fullmatch(pattern, text) is not None)
 
     @settings(max_examples=200 if FULL else 30, deadline=None)
-    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6), min_size=1, max_size=5))
+    @given(st.lists(st.text(CHARACTERS, min_size=1, max_size=6), min_size=1, max_size=5))
     def test_a_choice_takes_any_characters(self, options: list[str]) -> None:
         grammar = Grammar.choice(options)
         assert all(accepts(grammar, option) for option in options)
-        assert not accepts(grammar, "".join(options) + "!")
+        assert not accepts(grammar, max(options, key=len) + "!")
+
+    def test_a_choice_takes_the_delete_character(self) -> None:
+        assert accepts(Grammar.choice(["a\x7fb"]), "a\x7fb")
 
     def test_grammars_beyond_those_kept_are_compiled_again(self) -> None:
         grammars = [Grammar.choice([f"answer {number}"]) for number in range(COMPILED + 5)]
