@@ -5,7 +5,7 @@ stop strings cut and calls parsed. Only what the (tiny, random) model would like
 
 .. code-block:: python
 
-    script = Script(["Hello!", '<tool_call>\\n{"name": "search", "arguments": {"query": "x"}}\\n</tool_call>'])
+    script = Script(["Hello!", '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'])
     llm = scripted_chat_model(script)
     llm.invoke("Hi").content  # "Hello!"
     script.prompts[0]  # what the model was given, as text
@@ -43,35 +43,60 @@ class Script:
 
     Args:
         answers: texts, taken in the order in which calls are submitted; or a function from a call's prompt (as text) to
-            its answer.
+            its answer, which several threads may call at once.
 
     Attributes:
-        prompts: what each call's model was given, in the order of submission.
+        prompts: what each call's model was given, in the order of submission. May be cleared: that starts nothing anew.
+
+    Raises:
+        InvalidRequestError: neither a list of texts nor a function.
     """
 
     def __init__(self, answers: Sequence[str] | Callable[[str], str]) -> None:
-        if isinstance(answers, str):
-            raise InvalidRequestError(f"a script is a list of answers or a function, got the text {answers!r:.60}")
+        if not callable(answers):
+            if isinstance(answers, (str, bytes)) or not isinstance(answers, Sequence):
+                raise InvalidRequestError(
+                    f"a script is a list of answers, or a function from a prompt to its answer, got {answers!r:.60}"
+                )
+            for text in answers:
+                _check_answer(text)
         self._answers = answers
         self._lock = threading.Lock()
+        self._calls = 0
         self.prompts: list[str] = []
 
     def answer(self, prompt: str) -> str:
         """The answer to a prompt.
 
         Raises:
-            InvalidRequestError: a list has no more answers.
+            InvalidRequestError: a list has no more answers, or the answer is not a text.
         """
         with self._lock:
             self.prompts.append(prompt)
-            number = len(self.prompts)
+            self._calls += 1
+            number = self._calls
         if callable(self._answers):
-            return self._answers(prompt)
+            return _check_answer(self._answers(prompt))
         if number > len(self._answers):
             raise InvalidRequestError(
                 f"the script holds {len(self._answers)} answers, and this is call {number}; add one, or give a function"
             )
-        return self._answers[number - 1]
+        return _check_answer(self._answers[number - 1])
+
+
+def _check_answer(answer: object) -> str:
+    if not isinstance(answer, str):
+        raise InvalidRequestError(
+            f"an answer of a script is a text, got {answer!r:.60} ({type(answer).__name__}); for a call of a tool, give the "
+            "text that a model would write"
+        )
+    try:
+        answer.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"an answer of a script must be encodable as UTF-8, got {answer[error.start]!r} at position {error.start}"
+        ) from None
+    return answer
 
 
 class ScriptProcessor(LogitsProcessor):
@@ -163,10 +188,10 @@ def scripted_chat_model(
         **kwargs: fields of ChatPolyKV; ``max_tokens`` is 4,096 by default, since each byte is a token.
 
     Raises:
-        InvalidRequestError: a field is out of range.
+        InvalidRequestError: a field is out of range, or the script is neither a list of texts nor a function.
     """
     said = script if isinstance(script, Script) else Script(script)
-    return make_model(said, scripted_tokenizer(chat_template or CHAT_TEMPLATE), **kwargs)
+    return make_model(said, scripted_tokenizer(CHAT_TEMPLATE if chat_template is None else chat_template), **kwargs)
 
 
 def make_model(script: Script, tokenizer: PreTrainedTokenizerFast, **kwargs: Any) -> ChatPolyKV:

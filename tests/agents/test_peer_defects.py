@@ -13,6 +13,7 @@ import functools
 import json
 import operator
 import pickle
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Sys
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import tool
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from pydantic import BaseModel, Field
 
 from polykv.errors import InvalidRequestError, PromptTooLongError
@@ -164,6 +166,25 @@ class TestCutCalls:
             raw = llm.with_structured_output(Answer, method=method, include_raw=True).invoke("Go.")
             assert raw["parsed"] is None and "max_tokens" in str(raw["parsing_error"]) and raw["raw"]
 
+    @pytest.mark.parametrize("choice", ["auto", "any"])
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            '<tool_call>\n{"name": "search", "arguments": {"query": }}\n</tool_call>',
+            '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>',
+            "<tool_call>\nnot an object\n</tool_call>",
+            "<tool_call>",
+        ],
+    )
+    def test_a_malformed_call_never_ends_an_agent_silently(self, make: Any, broken: str, choice: str) -> None:
+        """It cannot be written; what is cut meanwhile says so."""
+        llm = make(lambda prompt: broken, max_tokens=150).bind_tools([search], tool_choice=choice)
+        for message in (llm.invoke("Go."), joined(list(llm.stream("Go.")))):
+            found = [*message.tool_calls, *message.invalid_tool_calls]
+            assert [c["name"] for c in found] == ["search"]
+            want = "tool_calls" if message.tool_calls else "length"
+            assert message.response_metadata["finish_reason"] == want
+
 
 class TestToolChoice:
     def test_any_makes_a_call_of_a_model_that_would_rather_talk(self, make: Any) -> None:
@@ -268,6 +289,17 @@ class TestCountsAndLimits:
         assert joined(chunks).usage_metadata == shared.usage_metadata
         assert sum(c.usage_metadata is not None for c in chunks) == 1
 
+    def test_the_same_prompt_twice_has_the_same_counts(self, make: Any) -> None:
+        llm = make(lambda prompt: "ok")
+        document = {"type": "text", "text": "The carrier bears the risk. " * 10, "cache_control": {"type": "ephemeral"}}
+        for messages in ([HumanMessage("q")], [SystemMessage([document]), HumanMessage("q")]):
+            first, second = (llm.invoke(messages).usage_metadata for _ in range(2))
+            assert first["input_tokens"] == second["input_tokens"] > 0
+            for usage in (first, second):
+                details = usage["input_token_details"]
+                assert 0 <= details["cache_read"] + details["cache_creation"] < usage["input_tokens"]
+            assert second["input_token_details"]["cache_read"] == first["input_token_details"]["cache_creation"]
+
     def test_a_prompt_that_is_too_long_is_an_error_with_counts_and_loses_nothing(self, make: Any) -> None:
         script = Script(lambda prompt: "ok")
         llm = make(script)
@@ -280,6 +312,52 @@ class TestCountsAndLimits:
         messages = [SystemMessage("s"), HumanMessage("q")]
         counted = llm.get_num_tokens_from_messages(messages, tools=[search, weather])
         assert counted == llm.bind_tools([search, weather]).invoke(messages).usage_metadata["input_tokens"]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("way", ["stream", "astream"])
+    async def test_one_in_the_middle_of_a_stream_reaches_its_reader_alone(self, make: Any, way: str) -> None:
+        llm = make(lambda prompt: "a long answer" if "bad" in prompt else "ok")
+        scripted = llm.engine.request_processors
+
+        def failing(ids: Any, scores: Any) -> Any:
+            if ids[0, -len(ending) :].tolist() == ending:
+                raise RuntimeError("out of luck")
+            return scores
+
+        ending = llm.get_token_ids("a long")
+        llm.engine.request_processors = lambda request: [*scripted(request), failing]
+        heard: list[str] = []
+
+        async def read() -> None:
+            if way == "stream":
+                for chunk in llm.stream("bad"):
+                    heard.append(chunk.text)
+            else:
+                async for chunk in llm.astream("bad"):
+                    heard.append(chunk.text)
+
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await read()
+        assert "".join(heard) == "a long"
+        assert llm.invoke("q").text == "ok" and llm.engine.stats().running == 0
+
+    def test_nothing_goes_over_the_network(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[Any] = []
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            asked.append(args)
+            raise OSError("no network here")
+
+        for name in ("getaddrinfo", "create_connection"):
+            monkeypatch.setattr(socket, name, refuse)
+        monkeypatch.setattr(socket.socket, "connect", refuse)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        llm = make(lambda prompt: call("search", query="a"))
+        reader = llm.with_context(llm.share("The carrier bears the risk. " * 10))
+        assert reader.bind_tools([search], tool_choice="any").invoke("q").tool_calls
+        llm.get_num_tokens_from_messages([HumanMessage("q")], tools=[search])
+        assert asked == []
 
 
 class TestHistories:
@@ -306,6 +384,19 @@ class TestHistories:
         )
         llm.invoke([HumanMessage("q"), wrong, HumanMessage("Again.")])
         assert '"nothing"' in script.prompts[1]
+
+    def test_messages_are_plain_data_for_a_checkpointer(self, make: Any) -> None:
+        template = TestThoughts.TEMPLATE
+        answer = f"<think>\nHm.\n</think>\n\n{call('search', query='a')}"
+        llm = make(lambda prompt: answer, chat_template=template, logprobs=True, top_logprobs=2)
+        serializer = JsonPlusSerializer(pickle_fallback=False)
+        cut = llm.bind_tools([search]).invoke("Go.", max_tokens=len(answer) - 20)
+        whole = [llm.bind_tools([search]).invoke("Go."), joined(list(llm.bind_tools([search]).stream("Go.")))]
+        assert cut.invalid_tool_calls and all(message.tool_calls for message in whole)
+        for message in (cut, *whole):
+            assert serializer.loads_typed(serializer.dumps_typed(message)) == message
+            fields = message.model_dump()
+            assert json.loads(json.dumps(fields)) == fields  # no tensors, no tuples, no objects of ours
 
     def test_the_answer_cache_does_not_look_at_ids(self, make: Any) -> None:
         script = Script(["one"])

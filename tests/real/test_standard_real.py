@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +15,35 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from polykv_agents import ChatPolyKV
 
 pytestmark = pytest.mark.real
+
+
+WITHOUT_NETWORK = """
+import sys
+
+asked = []
+
+
+def watch(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        asked.append((event, args[-1] if event == "socket.connect" else args[0]))
+        raise OSError("no network here")
+
+
+sys.addaudithook(watch)
+from polykv_agents import ChatPolyKV
+
+
+def search(query: str) -> str:
+    \"\"\"Search the archive.\"\"\"
+    return query
+
+
+llm = ChatPolyKV(max_tokens=12)
+reader = llm.with_context(llm.share("The carrier bears the risk. " * 10))
+assert reader.invoke("Who bears the risk?").usage_metadata["input_token_details"]["cache_read"] > 0
+assert reader.bind_tools([search], tool_choice="any").invoke("Find it.").response_metadata["finish_reason"]
+assert not asked, asked
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,3 +98,12 @@ class TestIntegration(Settings, ChatModelIntegrationTests):
     )
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
+
+
+def test_the_packaged_model_never_asks_the_network() -> None:
+    """Neither to load nor to answer, though nothing tells it to stay offline."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NETWORK], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
