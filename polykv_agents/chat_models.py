@@ -691,6 +691,15 @@ class ChatPolyKV(BaseChatModel):
             "shared_context": None if context is None else {"id": context.id, "codec": context.codec},
         }
 
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        # a call's own shared_context= is an id, which any codec may have, or a name, which may come to stand for another text
+        params = super()._get_invocation_params(stop=stop, **kwargs)
+        named = kwargs.get("shared_context")
+        own = self.shared_context
+        if isinstance(named, str) and (own is None or named != own.id):
+            own = self.find_context(named)
+        return {**params, "context_read": None if own is None else f"{own.id}/{own.codec}"}
+
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of a text by the model's own tokenizer, without special tokens."""
         ids: list[int] = self.engine.tokenizer.encode(text, add_special_tokens=False)

@@ -27,9 +27,9 @@ def context_key(
         graph.add_node("ask", ask, cache_policy=CachePolicy(key_func=context_key(reader)))
 
     Args:
-        context: a context, a chat model that reads one, an id or name; or a function of the node's input that returns one of
-            these. LangGraph does not show a key function the runtime: a node whose context comes from there needs the id in
-            its input, or no cache.
+        context: a context, a chat model that reads one, or an id; or a function of the node's input that returns one of these,
+            or None. A name will not do: it may come to stand for another text. LangGraph does not show a key function the
+            runtime: a node whose context comes from there needs the id in its input, or no cache.
         key_func: makes the rest of the key from the node's input; LangGraph's default if None.
 
     Raises:
@@ -41,16 +41,20 @@ def context_key(
     def key(*args: Any, **kwargs: Any) -> bytes:
         held = context(*args, **kwargs) if callable(context) and not isinstance(context, ChatPolyKV) else context
         make = key_func if key_func is not None else _default_key()
-        return pickle.dumps((reference(held), make(*args, **kwargs)), protocol=5)
+        rest = make(*args, **kwargs)
+        # pickle writes equal strings differently when they are one object, which they are not after a restart
+        return pickle.dumps(
+            (reference(held), rest.encode("utf-8", "surrogatepass") if isinstance(rest, str) else rest), protocol=5
+        )
 
     return key
 
 
 def reference(context: Any) -> tuple[str, str] | None:
-    """What tells a context from others: its id and codec; a text stands for itself.
+    """What tells a context from others: its id and codec.
 
     Raises:
-        InvalidRequestError: it is no context.
+        InvalidRequestError: it is no context, or a string that is no id.
     """
     if isinstance(context, ChatPolyKV):
         context = context.shared_context
@@ -58,11 +62,17 @@ def reference(context: Any) -> tuple[str, str] | None:
         return None
     if isinstance(context, SharedContext):
         return context.id, context.codec
-    if isinstance(context, str):
+    if isinstance(context, str) and is_id(context):
         return context, ""
     raise InvalidRequestError(
-        f"context_key takes a SharedContext, a ChatPolyKV, an id or a function that returns one, got {context!r:.60}"
+        f"context_key takes a SharedContext, a ChatPolyKV, an id (64 hex digits; names may come to stand for another text) or a "
+        f"function that returns one, got {context!r:.60}"
     )
+
+
+def is_id(text: str) -> bool:
+    """Whether a string has the form of a context's id: 64 hex digits, lower case."""
+    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
 
 
 def _default_key() -> Callable[..., str | bytes]:

@@ -14,8 +14,15 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import ModelFallbackMiddleware, SummarizationMiddleware
+from langchain.agents.middleware import (
+    ClearToolUsesEdit,
+    ContextEditingMiddleware,
+    ModelFallbackMiddleware,
+    ModelRetryMiddleware,
+    SummarizationMiddleware,
+)
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
@@ -233,6 +240,43 @@ class TestCreateAgent:
         assert len(result["messages"]) < 6
         assert DOCUMENT in script.prompts[-1]
 
+    def test_clearing_old_results_of_tools_leaves_the_context(self, make: Any) -> None:
+        script = Script(agent_script)
+        llm = make(script)
+        edit = ClearToolUsesEdit(trigger=250, keep=1)
+        editing = ContextEditingMiddleware(edits=[edit], token_count_method="model")
+        agent = create_agent(llm, [search], middleware=[editing, SharedContextMiddleware(DOCUMENT)])
+        answers = [m for m in agent.invoke({"messages": [HumanMessage("Who?")]})["messages"] if m.type == "ai"]
+        assert "[cleared]" in script.prompts[-1] and "found clause 2" in script.prompts[-1]
+        assert "found clause 0" not in script.prompts[-1]
+        assert answers[-1].content == "The carrier."
+        assert min(cache_read(m) for m in answers) > len(DOCUMENT) * 0.9
+
+    def test_a_call_that_is_tried_again_is_counted_once(self, make: Any) -> None:
+        asked: list[str] = []
+
+        def script(prompt: str) -> str:
+            asked.append(prompt)
+            if len(asked) < 3:
+                raise RuntimeError("not yet")
+            return "The carrier."
+
+        llm = make(script)
+        retry = ModelRetryMiddleware(max_retries=3, initial_delay=0.0, jitter=False)
+        agent = create_agent(llm, [], middleware=[retry, SharedContextMiddleware(DOCUMENT)])
+        with get_usage_metadata_callback() as counted:
+            message = agent.invoke({"messages": [HumanMessage("Who?")]})["messages"][-1]
+        assert message.content == "The carrier." and len(asked) == 3
+        assert list(counted.usage_metadata.values()) == [message.usage_metadata]
+        assert llm.pool.stats().builds == 1 and llm.pool.num_leases == 0
+
+    def test_answers_bear_the_agents_name_and_a_later_call_may_read_them(self, make: Any) -> None:
+        llm = make(lambda prompt: "The carrier." if prompt.count("The carrier.") == 0 else "As was said.")
+        agent = create_agent(llm, [], name="lawyer")
+        messages = agent.invoke({"messages": [HumanMessage("Who?", name="client")]})["messages"]
+        assert (messages[-1].name, messages[-1].content) == ("lawyer", "The carrier.")
+        assert agent.invoke({"messages": [*messages, HumanMessage("Again?")]})["messages"][-1].content == "As was said."
+
     @pytest.mark.parametrize("way", ["ignore", "warn"])
     def test_a_fallback_to_another_model_does_not_get_the_context(
         self, make: Any, way: Any, caplog: pytest.LogCaptureFixture
@@ -357,6 +401,8 @@ def test_a_supervisor_and_its_agents_share(make: Any) -> None:
         )
         spoken = [m for m in result["messages"] if isinstance(m, AIMessage) and m.usage_metadata]
         assert {cache_read(m) for m in spoken} == {reader.shared_context.num_tokens}
+        assert any(m.response_metadata.get("__is_handoff_back") for m in result["messages"])
+        assert ("<name>lawyer</name>" in recorded.prompts[-1]) == (mode == "inline")
     assert len(llm.pool.segments) == 1
 
 
@@ -525,11 +571,3 @@ def test_node_caches_know_the_context(make: Any) -> None:
     finished = llm.engine.stats().finished
     graph(one, aware, key_func=context_key(one.shared_context)).invoke(state)
     assert llm.engine.stats().finished == finished, "the same context is the same key"
-
-
-def test_context_keys() -> None:
-    assert context_key("a")(1) != context_key("b")(1) != context_key("b")(2)
-    assert context_key(lambda value: value["ctx"])({"ctx": "a"}) == context_key(lambda value: "a")({"ctx": "a"})
-    assert context_key("a", lambda value: "k")(1) == context_key("a", lambda value: "k")(2)
-    with pytest.raises(InvalidRequestError, match="context_key takes"):
-        context_key(3)  # type: ignore[arg-type]
