@@ -8,7 +8,8 @@
     + llm = ChatPolyKV(model="smollm2-135m", temperature=0, max_tokens=48)
 
 Below that line nothing knows which model it is. The marks that Anthropic's prompt caching wants (``cache_control``) are read
-here too: what stands before a mark is prefilled once, compressed, and shared by all calls that begin with it.
+here too: what stands before a mark is prefilled once, compressed, and shared by all calls that begin with it. migrating.md
+lists the arguments that have another name.
 """
 
 from __future__ import annotations

@@ -15,15 +15,15 @@ from pydantic import BaseModel, Field
 from polykv_agents import ChatPolyKV
 from polykv_agents.structured_output import Method
 
-DOCUMENT = (Path(__file__).parent / "data" / "dashwood_inheritance.txt").read_text()[:4000]
+DOCUMENT = (Path(__file__).parent / "data" / "dashwood_inheritance.txt").read_text()[:1500]
 
 
 class Estate(BaseModel):
-    """An estate and who lived there."""
+    """An estate and its family."""
 
-    family: str = Field(description="name of the family", max_length=40)
-    county: str = Field(description="county of the estate", max_length=40)
-    residents: list[str] = Field(description="who lived there", max_length=3)
+    family_name: str = Field(max_length=40)
+    house_name: str = Field(max_length=40)
+    county: str = Field(max_length=40)
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     with llm.share(DOCUMENT) as ctx:
         reader = llm.with_context(ctx)
         for method in get_args(Method):
-            question = "Which estate is described? Answer as JSON with family, county and residents."
+            question = "Which estate is described? Answer as JSON with family_name, house_name, county."
             result = reader.with_structured_output(Estate, method=method, include_raw=True).invoke(question)
             read = result["raw"].usage_metadata["input_token_details"]["cache_read"]
             print(f"{method}: {result['parsed']!r}   [{read} tokens read from the pool]")

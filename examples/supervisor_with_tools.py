@@ -2,70 +2,81 @@
 
     python examples/supervisor_with_tools.py
 
-The supervisor's choice and the agents' calls are held to their schemas while they are written, so every route exists and
-every call is valid, even from a model of 135M parameters. Whether the choice is a wise one is up to the model. (The prebuilt
-supervisor of the package langgraph-supervisor works with ChatPolyKV too, but wants a model that knows when to stop.)
+The team is langgraph-supervisor's own. A large model knows by itself when to hand over and when to stop; for one of 135M
+parameters the rules are written down, and constrained decoding keeps them: first a call, then one sentence. So every
+hand-off and every call is valid. Whether the choice is a wise one is up to the model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.types import Command
-from pydantic import BaseModel, Field
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.runnables import Runnable, RunnableBranch
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langgraph_supervisor import create_handoff_tool, create_supervisor
 
 from polykv_agents import ChatPolyKV
 
 DOCUMENT = (Path(__file__).parent / "data" / "dashwood_inheritance.txt").read_text()[:6000]
-QUESTIONS = ("What do 3000 and 7000 pounds make together?", "Find the sentence with the word 'uncle'.")
+QUESTIONS = ("Calculate 3000 plus 7000.", "Find the sentence with the word 'uncle'.")
+SENTENCE = {"type": "regex", "pattern": r"[A-Z][A-Za-z0-9 ,;'\n]{10,140}\."}
 
 
-class Route(BaseModel):
-    """Who should do it: the accountant adds numbers, the librarian finds sentences."""
-
-    agent: Literal["accountant", "librarian"] = Field(description="the agent for the task")
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers of pounds."""
-    return a + b
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return f"{a} plus {b} is {a + b}"
 
 
 def search(word: str) -> str:
-    """Find the first sentence of the chapter with a word."""
+    """Find the first sentence of the document with a word."""
     sentences = DOCUMENT.replace("\n", " ").split(". ")
     return next((s.strip() for s in sentences if word.lower() in s.lower()), f"no sentence has {word!r}")
 
 
 @wrap_model_call
 def tool_first(request: Any, handler: Any) -> Any:
-    """Demands a call until a tool has answered, and plain text from then on."""
-    answered = request.messages and isinstance(request.messages[-1], ToolMessage)
-    return handler(request.override(tool_choice="none" if answered else "any"))
+    """Demands a call of an agent's own tool, and then a sentence."""
+    if answered_by({tool.name for tool in request.tools}, request.messages):
+        return handler(request.override(tool_choice="none", model_settings={"response_format": SENTENCE}))
+    return handler(request.override(tool_choice="any"))
+
+
+def answered_by(tools: set[str], messages: list[BaseMessage]) -> bool:
+    """Whether one of the tools has answered since the user's last message."""
+    last = max(i for i, message in enumerate(messages) if isinstance(message, HumanMessage))
+    return any(isinstance(message, ToolMessage) and message.name in tools for message in messages[last:])
+
+
+def rules(reader: ChatPolyKV, hand_offs: list[Any]) -> Runnable:
+    """A model that hands over until an agent has been asked, and then reports."""
+    names = {tool.name for tool in hand_offs}
+    report = reader.bind(tool_choice="none", response_format=SENTENCE)
+    chosen = RunnableBranch((lambda messages: answered_by(names, messages), report), reader.bind(tool_choice="any"))
+    return chosen.bind(tools=[convert_to_openai_tool(tool) for tool in hand_offs])
 
 
 def build(reader: ChatPolyKV) -> Any:
-    """START -> supervisor -> one of the agents -> END."""
-
-    def supervisor(state: MessagesState) -> Command:
-        task = [SystemMessage("You lead an accountant and a librarian. Choose who does the task."), *state["messages"]]
-        route = reader.with_structured_output(Route).invoke(task)
-        print(f"supervisor: the {route.agent}")
-        return Command(goto=route.agent)
-
-    graph = StateGraph(MessagesState)
-    graph.add_node("supervisor", supervisor, destinations=("accountant", "librarian"))
-    for name, tool in (("accountant", add), ("librarian", search)):
-        prompt = f"You are the {name}. Use your tool."
-        graph.add_node(name, create_agent(reader, [tool], name=name, system_prompt=prompt, middleware=[tool_first]))
-        graph.add_edge(name, END)
-    graph.add_edge(START, "supervisor")
-    return graph.compile()
+    """The supervisor, who hands over to one of the agents and hears from it."""
+    agents = [
+        create_agent(reader, [tool], name=name, system_prompt=f"You are the {name}.", middleware=[tool_first])
+        for name, tool in (("accountant", add), ("librarian", search))
+    ]
+    hand_offs = [
+        create_handoff_tool(agent_name="accountant", name="calculate", description="Calculate with numbers"),
+        create_handoff_tool(agent_name="librarian", name="find_word", description="Find a word in the text"),
+    ]
+    return create_supervisor(
+        agents,
+        model=rules(reader, hand_offs),
+        tools=hand_offs,
+        prompt="Choose the right tool.",
+        output_mode="full_history",
+        add_handoff_back_messages=False,
+    ).compile()
 
 
 def main() -> None:
@@ -78,9 +89,9 @@ def main() -> None:
                 if isinstance(message, AIMessage):
                     calls = ", ".join(f"{call['name']}({call['args']})" for call in message.tool_calls)
                     read = message.usage_metadata["input_token_details"]["cache_read"]
-                    print(f"{message.name}: {calls or message.text.strip()}   [{read} tokens read from the pool]")
+                    print(f"{message.name}: {calls or message.text}   [{read} tokens read from the pool]")
                 else:
-                    print(f"  tool: {message.text}")
+                    print(f"  {message.name}: {message.text[:100]}")
         print(f"\nshared: {ctx.num_tokens} tokens in {ctx.num_bytes / 1e6:.1f} MB, one copy for all")
     llm.close()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph_swarm import create_handoff_tool, create_swarm
 
@@ -31,7 +31,11 @@ def hands_over(own: str) -> Any:
     def choose(request: Any, handler: Any) -> Any:
         asked = next(m.text for m in reversed(request.messages) if isinstance(m, HumanMessage))
         theirs = own not in asked and any(subject in asked for subject in SUBJECTS.values())
-        return handler(request.override(tool_choice="any" if theirs else "none"))
+        if theirs:
+            return handler(request.override(tool_choice="any"))
+        # a small model repeats what it reads last, so the newcomer sees the question last and not the hand-off
+        spoken = [m for m in request.messages if not isinstance(m, ToolMessage) and not getattr(m, "tool_calls", None)]
+        return handler(request.override(tool_choice="none", messages=spoken))
 
     return choose
 
