@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrai
 
 from polykv.engine import Request
 from polykv.engine.detokenizer import token_text
+from polykv.engine.registry import register_object
 from polykv.errors import InvalidRequestError
 from polykv_agents.chat_models import ChatPolyKV
 
@@ -196,7 +197,6 @@ def scripted_chat_model(
 
 def make_model(script: Script, tokenizer: PreTrainedTokenizerFast, **kwargs: Any) -> ChatPolyKV:
     """As :func:`scripted_chat_model`, with a tokenizer of :func:`scripted_tokenizer`, which several may share."""
-    llm = ChatPolyKV(model=_tiny_model(tokenizer), tokenizer=tokenizer, **{"max_tokens": 4096, **kwargs})
     texts = ((token_id, token_text(tokenizer, token_id)[1]) for token_id in range(len(tokenizer)))
     special = set(tokenizer.all_special_ids)
     vocabulary = {token_id: raw for token_id, raw in texts if raw is not None and token_id not in special}
@@ -205,5 +205,7 @@ def make_model(script: Script, tokenizer: PreTrainedTokenizerFast, **kwargs: Any
         answer = script.answer(str(tokenizer.decode(list(request.token_ids), skip_special_tokens=False)))
         return [ScriptProcessor(answer, len(request.token_ids), vocabulary, tokenizer.eos_token_id)]
 
-    llm.engine.request_processors = processors
-    return llm
+    model = _tiny_model(tokenizer)
+    _, loaded = register_object(model, tokenizer)  # so that each engine of this model follows the script
+    loaded.request_processors = processors
+    return ChatPolyKV(model=model, tokenizer=tokenizer, **{"max_tokens": 4096, **kwargs})

@@ -12,12 +12,14 @@ import queue
 import secrets
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 
 from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_counts
+from polykv.engine.request import Request
 from polykv.errors import EngineClosedError, ModelNotFoundError
 from polykv.models.loading import (
     ProgressCallback,
@@ -76,10 +78,17 @@ class EngineSpec:
 
 @dataclass(eq=False)
 class LoadedModel:
-    """Weights and tokenizer, kept alive by the engines that use them."""
+    """Weights and tokenizer, kept alive by the engines that use them.
+
+    Attributes:
+        model: the weights.
+        tokenizer: of the model.
+        request_processors: see :class:`Engine`; every engine made from these weights gets it.
+    """
 
     model: PreTrainedModel
     tokenizer: Any
+    request_processors: Callable[[Request], Sequence[LogitsProcessor]] | None = None
 
 
 class _Entry:
@@ -178,6 +187,7 @@ class EngineReference:
                     num_threads=spec.num_threads,
                     deterministic=spec.deterministic,
                 )
+                entry.engine.request_processors = weights.request_processors
             return entry.engine
 
     @property

@@ -218,6 +218,13 @@ class TestObjects:
         for llm in models:
             llm.close()
 
+    @pytest.mark.parametrize("field", [{"max_batch": 3}, {"deterministic": True}])
+    def test_every_engine_of_the_model_follows_the_script(self, make: Any, field: dict[str, Any]) -> None:
+        llm = make(lambda prompt: "as written")
+        other = ChatPolyKV(model=llm.model, **field)
+        assert other.engine is not llm.engine and other.invoke("q").content == "as written"
+        other.close()
+
     def test_weights_are_always_the_same_and_other_draws_are_left_alone(self, make: Any) -> None:
         torch.manual_seed(5)
         before = torch.get_rng_state()
