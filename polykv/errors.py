@@ -11,6 +11,7 @@ __all__ = [
     "ModelNotFoundError",
     "NonFiniteLogitsError",
     "PolyKVError",
+    "PoolFullError",
     "PromptTooLongError",
     "RequestCancelledError",
     "RequestTimeoutError",
@@ -54,6 +55,10 @@ class ContextReleasedError(PolyKVError, RuntimeError):
 
 class SharedContextMissing(PolyKVError, LookupError):
     """A shared context is asked for by an id or name that no live handle of this process has."""
+
+
+class PoolFullError(PolyKVError, MemoryError):
+    """The pool's budget has no room; nothing has been evicted or lost."""
 
 
 class NonFiniteLogitsError(PolyKVError, ArithmeticError):

@@ -249,6 +249,41 @@ class EncodedKV:
         """Bytes allocated: codes, scales, padding and exact tokens."""
         return tensor_bytes(*self.tensors().values())
 
+    def part(self, first: int, stop: int) -> EncodedKV:
+        """Tokens ``[first, stop)`` as a layout of their own: views, no copies.
+
+        Packed tokens can only be parted between tiles: what is left out at the front must be exact tokens, and the end must be
+        among the exact tokens, at the end of a tile, or the end.
+
+        Raises:
+            ValueError: out of range, or not between tiles.
+        """
+        if not 0 <= first < stop <= self.num_tokens:
+            raise ValueError(f"[{first}, {stop}) is no part of {self.num_tokens} tokens")
+        exact, keys, values = self.exact, self.keys, self.values
+        whole_tiles, rest = divmod(stop - self.num_exact, TILE_SIZE)
+        if first > self.num_exact:
+            raise ValueError(
+                f"packed tokens cannot be read from token {first} on; the first {self.num_exact} are exact"
+            )
+        if stop > self.num_exact and rest and stop != self.num_tokens:
+            raise ValueError(
+                f"packed tokens can be read up to the end of a tile of {TILE_SIZE}, not up to token {stop}"
+            )
+        if exact is not None:
+            last = min(stop, self.num_exact)
+            exact = DenseKV(exact.keys[:, first:last], exact.values[:, first:last]) if first < last else None
+        if stop <= self.num_exact:
+            keys = values = None
+        elif keys is not None and values is not None and stop < self.num_tokens:
+            packed = stop - self.num_exact
+            scales = keys.scales if keys.per_tensor else keys.scales[:, :whole_tiles]
+            keys = Int8Keys(keys.codes[:, :whole_tiles], scales, packed)
+            values = LloydMax3Values(values.codes[:, :packed], values.scales[:, :packed], values.sign_seed)
+        return EncodedKV(
+            self.start + first, stop - first, self.num_kv_heads, self.head_dim, self.dtype, exact, keys, values
+        )
+
     @property
     def dense_fp16_nbytes(self) -> int:
         """Bytes of the same tokens as plain float16 keys and values, the yardstick of every ratio."""

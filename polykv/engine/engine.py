@@ -25,7 +25,7 @@ from polykv.engine.pacing import Pacer
 from polykv.engine.request import WAITS_FOR_ITSELF, Request, RequestHandle, SamplingParams, serving
 from polykv.engine.runner import ModelRunner
 from polykv.engine.sampling import Choice, sample_batch
-from polykv.engine.scheduler import Batch, Scheduler, Sequence, Work
+from polykv.engine.scheduler import Batch, Jump, Scheduler, Sequence, Work
 from polykv.errors import (
     EngineClosedError,
     EngineOverloaded,
@@ -38,8 +38,9 @@ from polykv.models.attention import attach
 from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight
 from polykv.pool.build import SegmentBuild
+from polykv.pool.index import common_prefix
 from polykv.pool.pool import SharedKVPool, check_length
-from polykv.pool.segment import KVSegment, check_context, checked_ids
+from polykv.pool.segment import KVSegment, Span, as_span, check_context, checked_ids
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,10 @@ DEFAULT_MAX_WAITING = 4096
 DEFAULT_TOKEN_BUDGET = 512
 GATHER_SECONDS = 0.005
 """An idle engine waits this long after the first request, so that a fan-out starts in one forward together."""
+MIN_SHARED_TOKENS = 64
+"""A request waits for one that is computing the same beginning if it saves at least so many tokens."""
+LOOK_AHEAD = 64
+"""So many requests behind those that could start are looked at: some of them may start while others wait."""
 IDLE_SECONDS = 2.0
 """An idle engine gives its thread up, so that one nobody uses any more can be collected."""
 
@@ -134,7 +139,9 @@ class _BuildJob:
 
     token_ids: Seq[int]
     codec: str | Codec | None
-    parent: KVSegment | None = None
+    parent: KVSegment | Span | None = None
+    salt: str = ""
+    anywhere: bool = False
     events: queue.SimpleQueue[tuple[str, Any]] | None = None
     sequences: list[Sequence] = field(default_factory=list)
     cancelled: bool = False
@@ -153,6 +160,7 @@ class _BuildJob:
         return (
             self.events is None
             and self.parent is request.segment
+            and self.salt == request.salt
             and self.codec == request.codec
             and self.token_ids == _context_of(request)
         )
@@ -161,6 +169,10 @@ class _BuildJob:
 def _context_of(request: Request) -> tuple[int, ...]:
     """The tokens that the request wants to become a segment."""
     return request.token_ids[request.segment.end if request.segment is not None else 0 : request.shared_tokens]
+
+
+def _base_key(sequence: Sequence) -> object:
+    return sequence.base.key if sequence.base is not None else None
 
 
 MAX_THREADS = 4096
@@ -202,6 +214,9 @@ class Engine:
             threads of one machine and version. Costs little where the CPU kernels run; elsewhere requests no longer share
             forwards.
         fast_forward: tokens that a grammar leaves no choice about are computed together, not one a step.
+        prefix_cache: requests read what the pool holds of their prompts' beginnings, and leave their prompts and answers there.
+            On by default, but not with ``deterministic``: where a context is cut changes the order in which sums are rounded.
+        max_pool_bytes: budget of the pool that is made if none is given; see :class:`SharedKVPool`.
 
     Attributes:
         request_processors: None, or a function that gives a request's further logits processors when it is submitted; they
@@ -225,12 +240,20 @@ class Engine:
         num_threads: int | None = None,
         deterministic: bool = False,
         fast_forward: bool = True,
+        prefix_cache: bool | None = None,
+        max_pool_bytes: float | None = None,
     ) -> None:
         check_counts(max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads)
         attach(model)
         self.model = model
         self.tokenizer = tokenizer
-        self.pool = pool if pool is not None else SharedKVPool(model, tokenizer)
+        if deterministic and prefix_cache:
+            raise InvalidRequestError(
+                "deterministic=True and prefix_cache=True exclude each other: what is found decides where sums are cut, and so "
+                "the last bits of a result; leave one out"
+            )
+        self.prefix_cache = not deterministic if prefix_cache is None else prefix_cache
+        self.pool = pool if pool is not None else SharedKVPool(model, tokenizer, max_bytes=max_pool_bytes)
         self.pool.check_model(model, tokenizer)
         self._runner = ModelRunner(model, deterministic=deterministic)
         self._scheduler = Scheduler(max_batch)
@@ -279,7 +302,9 @@ class Engine:
         # leased from now on: a context released while the request waits must still be there when its turn comes
         lease = None
         if request.shared_tokens:
-            lease = self.pool.lease_of(_context_of(request), request.codec, request.segment, owner=handle)
+            lease = self.pool.lease_of(
+                _context_of(request), request.codec, request.segment, owner=handle, salt=request.salt
+            )
         to_build = request.shared_tokens > 0 and lease is None
         if lease is None and request.segment is not None:
             lease = self.pool.lease(request.segment, owner=handle)
@@ -342,7 +367,9 @@ class Engine:
             if job.serves(request):
                 job.sequences.append(sequence)
                 return
-        self._builds.append(_BuildJob(_context_of(request), request.codec, request.segment, sequences=[sequence]))
+        self._builds.append(
+            _BuildJob(_context_of(request), request.codec, request.segment, request.salt, sequences=[sequence])
+        )
 
     def generate(
         self, token_ids: Seq[int], sampling: SamplingParams | None = None, segment: KVSegment | None = None
@@ -377,7 +404,7 @@ class Engine:
         request.sampling.check_vocabulary(vocabulary)
         if request.shared_tokens:
             codec = get_codec(request.codec) if request.codec is not None else self.pool.codec
-            check_context(self.model, _context_of(request), codec, request.segment)
+            check_context(self.model, _context_of(request), codec, as_span(request.segment))
         check_length(self.model, context, own, request.sampling.max_tokens)
 
     def share(
@@ -386,7 +413,9 @@ class Engine:
         codec: str | Codec | None = None,
         progress: ProgressCallback | None = None,
         *,
-        parent: KVSegment | None = None,
+        parent: KVSegment | Span | None = None,
+        salt: str = "",
+        anywhere: bool = False,
     ) -> KVSegment:
         """Builds a segment, or finds it, while other requests go on. Blocks until it is there.
 
@@ -394,10 +423,12 @@ class Engine:
             token_ids: the context; with a parent, what follows it.
             codec: how to store it; the pool's default if None.
             progress: called in this thread with a phase, units done and units in all.
-            parent: a segment that comes before the tokens; readers of the new one read both.
+            parent: a context that comes before the tokens; readers of the new one read both.
+            salt: whose it is; requests of another salt never read it.
+            anywhere: make it readable at any position, by requests with ``reuse="anywhere"``.
 
         Raises:
-            InvalidRequestError, PromptTooLongError, UnknownCodecError: see :meth:`SharedKVPool.build`.
+            InvalidRequestError, PromptTooLongError, UnknownCodecError, PoolFullError: see :meth:`SharedKVPool.build`.
             ContextReleasedError: the parent is no longer in the pool.
             EngineClosedError: the engine is closed.
         """
@@ -406,7 +437,7 @@ class Engine:
         if threading.current_thread() is self._thread:
             raise InvalidRequestError(WAITS_FOR_ITSELF)
         events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        job = _BuildJob(token_ids, codec, parent, events)
+        job = _BuildJob(token_ids, codec, parent, salt, anywhere, events)
         with self._changed:
             self._check_open()
             self._ensure_thread()
@@ -619,7 +650,9 @@ class Engine:
         waits = False
         try:
             if self._plan is None:
-                self._plan = self.pool.plan_build(job.token_ids, job.codec, job.parent)
+                self._plan = self.pool.plan_build(
+                    job.token_ids, job.codec, job.parent, salt=job.salt, anywhere=job.anywhere
+                )
             step = next(self._plan)
             if isinstance(step, SegmentBuild):
                 self._build = step
@@ -677,14 +710,151 @@ class Engine:
         self.pool.release(value)  # from now on the readers' leases keep it
 
     def _admit(self) -> None:
+        """Starts requests in their order; one whose beginning another is computing right now waits for it."""
         with self._lock:
-            while self._scheduler.admissible():
-                sequence = self._scheduler.waiting.pop(0)
-                sequence.started_at = time.perf_counter()
-                self._scheduler.running.append(sequence)
-                self._counters["prefill_saved_tokens"] += sequence.cached_tokens
+            candidates = self._scheduler.waiting[: LOOK_AHEAD + self._scheduler.room]
+        for sequence in candidates:
+            if self._scheduler.room <= 0:
+                break
+            if self._follows(sequence):
+                continue
+            self._seek(sequence, documents=True)
+            with self._lock:
+                waits = sequence in self._scheduler.waiting
+                if waits:
+                    self._scheduler.waiting.remove(sequence)
+                    sequence.started_at = sequence.left_at = time.perf_counter()
+                    self._scheduler.running.append(sequence)
+                    self._counters["prefill_saved_tokens"] += sequence.cached_tokens
+            if not waits:  # closed meanwhile, and its leases were given back before these were taken
+                sequence.release()
+        with self._lock:
             peak = self._counters["peak_running"]
             self._counters["peak_running"] = max(peak, len(self._scheduler.running))
+
+    # ------------------------------------------------------------------------------ what the pool holds by itself
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether it should wait for a running request that is about to compute much of the same beginning.
+
+        What such a request has computed already goes into the pool at once, so that both read it there.
+        """
+        if not self.prefix_cache or sequence.handle.request.reuse != "prefix":
+            return False
+        request, stored = sequence.handle.request, -1
+        for other in self._scheduler.running:
+            theirs = other.handle.request
+            if theirs.salt != request.salt or other.jumps or _base_key(other) != _base_key(sequence):
+                continue
+            shared = min(common_prefix(sequence.tokens, other.tokens), len(sequence.tokens) - 1)
+            if shared - sequence.position < MIN_SHARED_TOKENS:
+                continue
+            if stored < 0:
+                stored = self.pool.prefix.stored_tokens(request.token_ids, sequence.base, salt=request.salt)
+            if shared - stored < MIN_SHARED_TOKENS:
+                continue
+            if other.position < shared:
+                return True
+            self._leave(other)
+        return False
+
+    def _seek(self, sequence: Sequence, *, documents: bool = False) -> None:
+        """Lets a sequence read what the pool holds of the rest of its prompt."""
+        if not self.prefix_cache:
+            return
+        request, prefix = sequence.handle.request, self.pool.prefix
+        try:
+            if documents and request.reuse == "anywhere":
+                self._find_documents(sequence)
+            while not sequence.generated:
+                end = sequence.jumps[0].position if sequence.jumps else len(request.token_ids) - 1
+                lease = prefix.find(
+                    request.token_ids[:end],
+                    sequence.base,
+                    salt=request.salt,
+                    owner=sequence.handle,
+                    agent=request.agent,
+                )
+                if lease is not None:
+                    sequence.go_on(lease)
+                if not sequence.jumps or sequence.position < end or not self._jump(sequence):
+                    return
+        except Exception:
+            # the pool is there to save time: what cannot be found is computed
+            logger.exception("looking a prompt up failed; it is computed")
+            sequence.plan_run()
+
+    def _find_documents(self, sequence: Sequence) -> None:
+        request = sequence.handle.request
+        for start, entry in self.pool.prefix.documents(request.token_ids, sequence.position, salt=request.salt):
+            if entry.segment is None:
+                continue
+            # a document at the very beginning was computed with the same nothing before it
+            skip = min(request.recompute, len(entry.tokens) - 1) if start else 0
+            lease = self.pool.lease(entry.segment, owner=sequence.handle)
+            sequence.jumps.append(Jump(start, skip, entry, lease))
+        sequence.plan_run()
+
+    def _jump(self, sequence: Sequence) -> bool:
+        """Puts a sequence that has come to a stored document behind it; what it has computed becomes part of the context.
+
+        Returns:
+            Whether it is there; otherwise the document is computed like any other part of the prompt.
+        """
+        jump = sequence.jumps.popleft()
+        request = sequence.handle.request
+        lease = None
+        if self._leave(sequence):
+            lease = self.pool.prefix.place(
+                jump.document,
+                jump.skip,
+                sequence.lease,
+                jump.start,
+                owner=sequence.handle,
+                agent=request.agent,
+            )
+        jump.lease.release()
+        if lease is None:
+            logger.info("a stored document is computed again: the pool has no room for what comes before it")
+            sequence.plan_run()
+            return False
+        sequence.go_on(lease)
+        sequence.base = lease.span
+        return True
+
+    def _pass_document(self, sequence: Sequence) -> None:
+        """A prompt has been computed up to a stored document: it goes on behind it."""
+        before = sequence.cached_tokens
+        try:
+            if self._jump(sequence):
+                self._seek(sequence)
+        except Exception as error:
+            self._end(sequence, error)
+        self._count(prefill_saved_tokens=sequence.cached_tokens - before)
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """Puts what a sequence has computed into the pool and lets it read it there; False if there is no room."""
+        if not sequence.tail.length:
+            return True
+        request, now = sequence.handle.request, time.perf_counter()
+        tail_bytes = sequence.tail_bytes  # at its largest
+        lease = self.pool.prefix.publish(
+            sequence.computed,
+            sequence.tail,
+            sequence.lease,
+            sequence.base,
+            salt=request.salt,
+            seconds=now - sequence.left_at,
+            owner=sequence.handle,
+            agent=request.agent,
+        )
+        if lease is None:
+            return False
+        with self._lock:
+            self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
+        sequence.left_at = now
+        sequence.go_on(lease)
+        return True
 
     def _reserve(self, batch: Batch) -> Batch:
         """Room for the batch's tokens; a request for which there is none fails alone."""
@@ -715,6 +885,8 @@ class Engine:
         before = sum(len(sequence.generated) for sequence in choosing)
         for work in batch.work:
             work.sequence.advance(work.rows)
+            if not work.sequence.pending and work.sequence.jumps:
+                self._pass_document(work.sequence)
         for sequence, choice in zip(choosing, sample_batch([s.sampler for s in choosing], logits), strict=True):
             self._deliver(sequence, choice)
         if batch.build is not None:
@@ -752,6 +924,11 @@ class Engine:
             return
         self._count(generated_tokens=len(sequence.generated) - before)
         if completion is not None:
+            if self.prefix_cache:
+                try:
+                    self._leave(sequence)
+                except Exception:  # the answer is there, whatever becomes of its keys and values
+                    logger.exception("what a request computed could not be put into the pool")
             self._end(sequence, None)
             sequence.handle.finish(completion)
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from polykv.codecs import Codec
 from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError, RequestCancelledError
-from polykv.pool.segment import KVSegment, checked_ids
+from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS
+from polykv.pool.segment import KVSegment, Span, checked_ids
 
 serving = threading.local()
 """Its attribute ``engine`` is the id of the engine whose thread this is."""
@@ -30,7 +31,7 @@ class Request:
 
     Attributes:
         token_ids: the whole prompt, the shared context's tokens first.
-        segment: the shared context, or None.
+        segment: the shared context, or None: a segment with what it was built on, or a span.
         sampling: how to generate.
         shared_tokens: the first so many tokens are a context to be found in the pool; if it is not there it is built, once for
             all requests that name it, and goes with its last reader. With a segment, what lies between the segment's end and
@@ -40,32 +41,53 @@ class Request:
             interrupted.
         timeout: seconds from submission after which the request fails, or None.
         visible_tokens: special tokens whose text the answer shows (marks of tool calls); others are left out.
+        salt: whose request it is. It finds, and leaves, prompts of the same salt only; a context that it names must have it too.
+        agent: who asks, for the pool's workflow.
+        reuse: ``"prefix"`` reads what the pool holds of the prompt's beginning, with the same result as computing it;
+            ``"anywhere"`` also reads documents that were built with ``anywhere=True`` wherever the prompt has them, although
+            they were computed without what comes before them there: an approximation.
+        recompute: so many first tokens of each such document are computed in place (EPIC, arXiv 2410.15332), 0 to 32.
 
     Raises:
         InvalidRequestError: a value is out of range.
     """
 
     token_ids: tuple[int, ...]
-    segment: KVSegment | None = None
+    segment: KVSegment | Span | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     shared_tokens: int = 0
     codec: str | Codec | None = None
     priority: int = 0
     timeout: float | None = None
     visible_tokens: frozenset[int] = frozenset()
+    salt: str = ""
+    agent: str | None = None
+    reuse: Literal["prefix", "anywhere"] = "prefix"
+    recompute: int = ANYWHERE_EXACT_TOKENS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", checked_ids(self.token_ids))
         visible = self.visible_tokens
         if not isinstance(visible, frozenset) or not all(isinstance(i, int) and i >= 0 for i in visible):
             raise InvalidRequestError(f"visible_tokens must be a frozenset of token ids, got {visible!r:.60}")
-        for name, wanted in (("sampling", SamplingParams), ("segment", KVSegment)):
-            given = getattr(self, name)
-            if not isinstance(given, wanted) and not (name == "segment" and given is None):
-                raise InvalidRequestError(f"{name} must be a {wanted.__name__}, got {given!r:.60}")
-        for name, value in (("priority", self.priority), ("shared_tokens", self.shared_tokens)):
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequestError(f"sampling must be a SamplingParams, got {self.sampling!r:.60}")
+        if self.segment is not None and not isinstance(self.segment, (KVSegment, Span)):
+            raise InvalidRequestError(f"segment must be a KVSegment, got {self.segment!r:.60}")
+        if not isinstance(self.salt, str) or not (self.agent is None or isinstance(self.agent, str)):
+            raise InvalidRequestError(f"salt and agent must be strings, got {self.salt!r:.60} and {self.agent!r:.60}")
+        if self.segment is not None and self.segment.salt != self.salt:
+            raise InvalidRequestError(
+                "the shared context belongs to another salt than the request; share its text under this one"
+            )
+        if self.reuse not in ("prefix", "anywhere"):
+            raise InvalidRequestError(f"reuse must be 'prefix' or 'anywhere', got {self.reuse!r:.60}")
+        numbers = {"priority": self.priority, "shared_tokens": self.shared_tokens, "recompute": self.recompute}
+        for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise InvalidRequestError(f"{name} must be an integer, got {value!r}")
+        if not 0 <= self.recompute <= ANYWHERE_EXACT_TOKENS:
+            raise InvalidRequestError(f"recompute must lie in [0, {ANYWHERE_EXACT_TOKENS}], got {self.recompute}")
         context = self.segment.end if self.segment is not None else 0
         if self.shared_tokens and not context < self.shared_tokens < len(self.token_ids):
             raise InvalidRequestError(

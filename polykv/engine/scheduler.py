@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,34 @@ from polykv.engine.stops import StopMatcher
 from polykv.models.step import Piece
 from polykv.models.tails import Tail
 from polykv.pool.build import SegmentBuild
+from polykv.pool.index import as_tokens
 from polykv.pool.lease import Lease
+from polykv.pool.segment import Span
+from polykv.pool.table import Entry
 
 _arrivals = itertools.count()
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A stored document in a prompt, which is read where the prompt has it.
+
+    Attributes:
+        start: position of its first token.
+        skip: so many of its tokens are computed anew.
+        document: the pool's entry.
+        lease: keeps it until the request is there.
+    """
+
+    start: int
+    skip: int
+    document: Entry
+    lease: Lease
+
+    @property
+    def position(self) -> int:
+        """Position of the first token that is read and not computed."""
+        return self.start + self.skip
 
 
 class Sequence:
@@ -41,9 +67,12 @@ class Sequence:
     Attributes:
         handle: the caller's end.
         lease: claim on the shared context; None for none, and while it is being built.
+        base: the context that the request named, without what was found by its tokens.
         tail: private keys and values; their storage is allocated by the first forward.
-        pending: ids whose keys and values are still to be computed: the rest of the prompt, or the last token.
+        pending: ids whose keys and values are still to be computed: the prompt up to its end or the next jump, or the last token.
         position: absolute position of ``pending[0]``.
+        jumps: stored documents in the rest of the prompt, in order.
+        cached_tokens: tokens of the prompt that are read and were not computed.
         generated: ids chosen so far.
     """
 
@@ -61,7 +90,6 @@ class Sequence:
     ) -> None:
         request = handle.request
         self.handle = handle
-        self.lease = lease
         self._model = model
         self.generated: list[int] = []
         self.sampler = Sampler(request.sampling, request.token_ids, processors, matcher)
@@ -73,18 +101,20 @@ class Sequence:
         self._text: list[str] = []
         self._choices: list[Choice] = []
         self.arrival = next(_arrivals)
+        self.tokens = as_tokens(request.token_ids)
+        self._chain: tuple[Span, ...] | None = None
+        self._tail_bytes = 0
         self.started_at: float | None = None
+        self.left_at = 0.0  # when it last left its tail in the pool
         self._first_token_at: float | None = None
         self._start_from(lease)
 
     def _start_from(self, lease: Lease | None) -> None:
-        request = self.handle.request
-        self.lease = lease
-        self.cached_tokens = lease.segment.end if lease is not None else 0
-        self.pending = list(request.token_ids[self.cached_tokens :])
-        self.position = self.cached_tokens
-        # the last token's keys and values are never needed
-        self.tail = Tail(self._model, limit=len(self.pending) + request.sampling.max_tokens - 1)
+        self.lease: Lease | None = None
+        self.base = lease.span if lease is not None else None
+        self.jumps: deque[Jump] = deque()
+        self.position = self.cached_tokens = 0
+        self.go_on(lease)
 
     def found(self, lease: Lease) -> None:
         """Takes the context that it waited for, instead of the shorter one it had."""
@@ -92,6 +122,40 @@ class Sequence:
         if before is not None:
             before.release()
         self._start_from(lease)
+
+    def go_on(self, lease: Lease | None) -> None:
+        """Reads a context from now on, with a new tail behind it; what it holds beyond the old tail is not computed."""
+        before, self.lease = self.lease, lease
+        if before is not None and before is not lease:
+            before.release()
+        end = lease.span.end if lease is not None else 0
+        self.cached_tokens += max(0, end - self.position)
+        self.position = max(self.position, end)
+        if not self.generated:
+            self.plan_run()
+        request = self.handle.request
+        # the last token's keys and values are never needed
+        limit = len(request.token_ids) + request.sampling.max_tokens - 1 - self.position
+        self.tail = Tail(self._model, limit=limit)
+
+    def plan_run(self) -> None:
+        """Sets what is computed next: the prompt up to the next jump, or up to its end."""
+        goal = self.jumps[0].position if self.jumps else len(self.handle.request.token_ids)
+        self.pending = list(self.handle.request.token_ids[self.position : goal])
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """All tokens up to the position: read and computed."""
+        ids = self.handle.request.token_ids
+        return (
+            ids[: self.position] if self.position <= len(ids) else (*ids, *self.generated[: self.position - len(ids)])
+        )
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the private tail at its largest."""
+        self._tail_bytes = max(self._tail_bytes, self.tail.nbytes)
+        return self._tail_bytes
 
     @property
     def order(self) -> tuple[int, int]:
@@ -106,8 +170,18 @@ class Sequence:
 
     def piece(self, rows: int) -> Piece:
         """The next ``rows`` pending ids, for a forward."""
-        chain = self.lease.segment.chain if self.lease is not None else ()
-        return Piece(self.pending[:rows], self.position, self.tail, chain, wants_logits=rows == len(self.pending))
+        return Piece(self.pending[:rows], self.position, self.tail, self._spans(), wants_logits=self.wants_token(rows))
+
+    def _spans(self) -> tuple[Span, ...]:
+        if self.lease is None:
+            return ()
+        if self._chain is None or self._chain[-1] is not self.lease.span:
+            self._chain = self.lease.span.chain
+        return self._chain
+
+    def wants_token(self, rows: int) -> bool:
+        """Whether a forward of ``rows`` reaches the end of what is pending, so that a token can be chosen."""
+        return rows == len(self.pending) and not self.jumps
 
     def advance(self, rows: int) -> None:
         """Marks the first ``rows`` pending ids as computed."""
@@ -163,17 +237,19 @@ class Sequence:
             finish_reason=reason,
             prompt_tokens=len(self.handle.request.token_ids),
             cached_tokens=self.cached_tokens,
-            tail_bytes=self.tail.nbytes,
+            tail_bytes=self.tail_bytes,
             timing=Timing(started - submitted, first - submitted, now - submitted),
             logprobs=tuple(self._choices) if self.handle.request.sampling.logprobs else None,
             stop_string=self._stops.found,
         )
 
     def release(self) -> None:
-        """Frees the tail and gives the lease back. Idempotent."""
+        """Frees the tail and gives the leases back. Idempotent."""
+        self._tail_bytes = self.tail_bytes
         self.tail.release()
-        if self.lease is not None:
-            self.lease.release()
+        for lease in (self.lease, *(jump.lease for jump in self.jumps)):
+            if lease is not None:
+                lease.release()
 
 
 @dataclass(frozen=True)
@@ -186,7 +262,7 @@ class Work:
     @property
     def wants_token(self) -> bool:
         """Whether the forward reaches the end of what is pending, so that a token can be chosen."""
-        return self.rows == len(self.sequence.pending)
+        return self.sequence.wants_token(self.rows)
 
     @property
     def decodes(self) -> bool:
@@ -255,9 +331,10 @@ class Scheduler:
         """Puts a sequence into the queue at its place."""
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def admissible(self) -> bool:
-        """Whether a waiting request can start."""
-        return bool(self.waiting) and len(self.running) < self.max_batch
+    @property
+    def room(self) -> int:
+        """Requests that can start now."""
+        return self.max_batch - len(self.running)
 
     @property
     def decoding(self) -> int:

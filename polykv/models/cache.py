@@ -46,8 +46,8 @@ class _PooledLayerView:
             positions = torch.arange(seen - rows, seen, device=query.device).repeat(batch)
         stacked = query.transpose(1, 2).reshape(batch * rows, num_heads, head_dim)
         parts = [
-            ops.shared_attention(stacked, link.layers[self._layer_idx], scale, q_positions=positions, window=window)
-            for link in cache.segment.chain
+            ops.shared_attention(stacked, layers[self._layer_idx], scale, q_positions=positions, window=window)
+            for layers in cache.pooled
         ]
         pool_out, pool_lse = ops.merge_attention_states(*parts)
         if mask is not None:
@@ -86,6 +86,7 @@ class PooledCache(Cache):
         self.tails = [TailLayer(segment.end) for _ in segment.layers]
         super().__init__(layers=list(self.tails))
         self.segment = segment
+        self.pooled = [span.layers for span in segment.chain]
         self._lease = lease(self)
         self._checked = False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ from transformers import Cache, PreTrainedModel
 
 from polykv.models.attention import VIEW_KEY, check_attached, exclusively, no_mask
 from polykv.models.linear import fast_linears
+from polykv.models.rope import rotation_of
 from polykv.models.support import embedding_weight
 from polykv.models.tails import Tail
-from polykv_kernels import RaggedBatch, ops
+from polykv_kernels import EncodedKV, RaggedBatch, ops
 
 if TYPE_CHECKING:
-    from polykv.pool.segment import KVSegment
+    from polykv.pool.segment import KVSegment, Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +31,14 @@ class Piece:
         token_ids: the tokens.
         position: absolute position of the first of them.
         tail: where their keys and values go; room for them must be reserved.
-        segments: the shared context, the segments' chain from position 0 on; empty for none.
+        spans: the shared context, its spans from position 0 on; empty for none.
         wants_logits: whether the logits of the last token are needed.
     """
 
     token_ids: Sequence[int]
     position: int
     tail: Tail
-    segments: tuple[KVSegment, ...] = ()
+    spans: tuple[Span, ...] = ()
     wants_logits: bool = True
 
 
@@ -52,26 +54,88 @@ class _StepLayerView:
         cache, layer = self._cache, self._layer_idx
         q = query[0].transpose(0, 1).contiguous()  # [total, Hq, D]
         state = ops.tail_attention(q, cache.tails, layer, scale, window=window)
-        for segment, rows in cache.readers:
-            # each segment is one pass for all of its readers; rows of other requests are left out
+        for reading in cache.readings:
+            # each stored token is read in one pass for all of its readers; rows of other requests are left out
+            rows, positions = reading.rows, cache.positions
+            queries = q if rows is None else q[rows]
+            positions = positions if rows is None else positions[rows]
+            if reading.shifts is not None:
+                queries = cache.rotation.rotate(queries, reading.shifts, layer)
+                positions = positions - reading.shifts
+            partial = ops.shared_attention(queries, reading.layers[layer], scale, q_positions=positions, window=window)
             if rows is None:
-                partial = ops.shared_attention(
-                    q, segment.layers[layer], scale, q_positions=cache.positions, window=window
-                )
                 state = ops.merge_attention_states(state, partial)
             else:
-                partial = ops.shared_attention(
-                    q[rows], segment.layers[layer], scale, q_positions=cache.positions[rows], window=window
-                )
                 out, lse = state
                 out[rows], lse[rows] = ops.merge_attention_states((out[rows], lse[rows]), partial)
         return state[0][None]
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One pass over stored tokens for all rows that read them.
+
+    Attributes:
+        layers: the tokens, one layout a layer.
+        rows: ``[n]`` int64, which rows of the step; None for all, which need no gathering.
+        shifts: ``[n]`` int64, how many positions later than computed each row reads them; None where all are 0.
+    """
+
+    layers: tuple[EncodedKV, ...]
+    rows: Tensor | None
+    shifts: Tensor | None
+
+
+def plan_readings(pieces: Sequence[Piece], device: torch.device) -> list[Reading]:
+    """The passes of a step. Readers of different parts of a segment share those that they have in common.
+
+    A segment that cannot be parted is read once for each part that is asked for.
+    """
+    total = sum(len(piece.token_ids) for piece in pieces)
+    readers: dict[int, list[tuple[Span, range]]] = {}
+    first = 0
+    for piece in pieces:
+        rows = range(first, first + len(piece.token_ids))
+        for span in piece.spans:
+            readers.setdefault(id(span.segment), []).append((span, rows))
+        first = rows.stop
+    readings = []
+    for spans in readers.values():
+        for layers, reading in _parts(spans):
+            rows_of = [row for _, rows in reading for row in rows]
+            shifts = [span.shift for span, rows in reading for _ in rows]
+            readings.append(
+                Reading(
+                    layers,
+                    None if len(rows_of) == total else torch.tensor(rows_of, device=device),
+                    torch.tensor(shifts, device=device) if any(shifts) else None,
+                )
+            )
+    return readings
+
+
+def _parts(readers: list[tuple[Span, range]]) -> Iterator[tuple[tuple[EncodedKV, ...], list[tuple[Span, range]]]]:
+    """Parts of one segment, and who reads each."""
+    segment: KVSegment = readers[0][0].segment
+    asked = sorted({(span.first, span.stop) for span, _ in readers})
+    cuts = sorted({cut for part in asked for cut in part})
+    parts = list(itertools.pairwise(cuts)) if len(asked) > 1 else asked
+    try:
+        layers = {part: segment.part(*part) for part in parts}
+    except ValueError:
+        for part in asked:
+            yield segment.part(*part), [(s, rows) for s, rows in readers if (s.first, s.stop) == part]
+        return
+    for first, stop in parts:
+        reading = [(span, rows) for span, rows in readers if span.first <= first and stop <= span.stop]
+        if reading:
+            yield layers[first, stop], reading
+
+
 class _StepCache(Cache):
     """The cache of one step: hands each request's new keys and values to its own tail."""
 
-    def __init__(self, pieces: Sequence[Piece], positions: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, pieces: Sequence[Piece], positions: Tensor) -> None:
         super().__init__(layers=[])
         self.positions = positions  # [total]
         self.tails = RaggedBatch(
@@ -79,24 +143,9 @@ class _StepCache(Cache):
             [piece.tail.length for piece in pieces],
             [len(piece.token_ids) for piece in pieces],
         )
-        self.readers = self._group_readers(pieces)
-
-    def _group_readers(self, pieces: Sequence[Piece]) -> list[tuple[KVSegment, Tensor | None]]:
-        """Rows of each segment's readers; None stands for all rows, which need no gathering."""
-        rows_of: dict[int, list[int]] = {}
-        segments: dict[int, KVSegment] = {}
-        first = 0
-        for piece in pieces:
-            end = first + len(piece.token_ids)
-            for segment in piece.segments:
-                segments[id(segment)] = segment
-                rows_of.setdefault(id(segment), []).extend(range(first, end))
-            first = end
-        device = self.positions.device
-        return [
-            (segments[key], None if len(rows) == first else torch.tensor(rows, device=device))
-            for key, rows in rows_of.items()
-        ]
+        self.readings = plan_readings(pieces, positions.device)
+        if any(reading.shifts is not None for reading in self.readings):
+            self.rotation = rotation_of(model)
 
     def update(
         self,
@@ -147,7 +196,7 @@ def run_step(model: PreTrainedModel, pieces: Sequence[Piece], *, invariant: bool
             input_ids=torch.tensor([ids], device=device),
             position_ids=row_positions[None],
             attention_mask=no_mask(device),
-            cache=_StepCache(pieces, row_positions),
+            cache=_StepCache(model, pieces, row_positions),
             use_cache=True,
             # transformers takes 0 for "all": without any wanted row the last one is computed and dropped
             logits_to_keep=torch.tensor(wanted or [len(ids) - 1], device=device),

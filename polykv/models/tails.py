@@ -102,12 +102,16 @@ class Tail:
         assert tokens <= self.length
         self.length = tokens
 
-    def take_layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Hands over every layer's keys and values, each ``[Hkv, length, D]``, and forgets them."""
-        layers = [
+    def held(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every layer's keys and values, each ``[Hkv, length, D]``: views of the storage."""
+        return [
             (keys[:, : self.length], values[:, : self.length])
             for keys, values in zip(self.room.keys, self.room.values, strict=True)
         ]
+
+    def take_layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Hands over every layer's keys and values, each ``[Hkv, length, D]``, and forgets them."""
+        layers = self.held()
         self.release()
         return layers
 

@@ -15,8 +15,8 @@ from polykv.models.identity import ModelIdentity, segment_identity
 from polykv.models.step import Piece, run_step
 from polykv.models.support import layer_windows
 from polykv.models.tails import Tail
-from polykv.pool.segment import BuildReport, KVSegment, check_context
-from polykv_kernels import EncodedKV
+from polykv.pool.segment import BuildReport, KVSegment, Span, check_context
+from polykv_kernels import EncodedKV, ops
 from polykv_kernels.layouts import tensor_bytes
 
 PREFILL_CHUNK_TOKENS = 512
@@ -41,7 +41,9 @@ class SegmentBuild:
         identity: its identity.
         token_ids: the context, without the parent's.
         codec: how to store it.
-        parent: the segment before it, whose stored form it attends to.
+        parent: the span before it, whose stored form it attends to.
+        salt: whose it is.
+        exact_tokens: keep so many first tokens as they are, whatever the codec; for segments that are read anywhere.
 
     Raises:
         InvalidRequestError, PromptTooLongError, UnsupportedModelError: see :func:`check_context`.
@@ -54,9 +56,13 @@ class SegmentBuild:
         identity: ModelIdentity,
         token_ids: Sequence[int],
         codec: Codec,
-        parent: KVSegment | None = None,
+        parent: Span | None = None,
+        *,
+        salt: str = "",
+        exact_tokens: int = 0,
     ) -> None:
         check_context(model, token_ids, codec, parent)
+        self._salt, self._exact_tokens = salt, exact_tokens
         self._started = time.perf_counter()
         self._prefilled = self._started
         self._model, self._identity, self._codec, self._parent = model, identity, codec, parent
@@ -120,13 +126,14 @@ class SegmentBuild:
             self._dense = self._tail.take_layers()[::-1]
         index = len(self._layers)
         keys, values = self._dense[-1]
-        # a token after the segment sees keys at positions > query - window, so window - 1 of the segment's
-        window = self._windows[index]
+        # a token after the segment sees keys at positions > query - window, so window - 1 of the segment's; one that is
+        # read anywhere is read in part too
+        window = self._windows[index] if not self._exact_tokens else None
         first = 0 if window is None else max(0, len(self._ids) - (window - 1))
         positions = torch.arange(self._start + first, self._start + len(self._ids))
         try:
             with _no_grad():
-                encoded = self._codec.encode(keys[:, first:], values[:, first:], positions)
+                encoded = encode(self._codec, keys[:, first:], values[:, first:], positions, self._exact_tokens)
         except ValueError as error:
             raise PolyKVError(f"layer {index} cannot be stored with codec {self._codec.name!r}: {error}") from error
         self._layers.append(encoded)
@@ -140,13 +147,15 @@ class SegmentBuild:
         now = time.perf_counter()
         before = [] if self._parent is None else self._parent.context_ids.tolist()
         return KVSegment(
-            segment_identity(self._identity, [*before, *self._ids]),
+            segment_identity(self._identity, [*before, *self._ids], self._salt),
             self._identity,
             self._codec.name,
             torch.tensor(self._ids, dtype=torch.int32),
             tuple(self._layers),
             BuildReport(now - self._started, self._prefilled - self._started, self._peak),
             self._parent,
+            self._salt,
+            self._exact_tokens,
         )
 
     def release(self) -> None:
@@ -155,13 +164,26 @@ class SegmentBuild:
         self._dense.clear()
 
 
+def encode(codec: Codec, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, exact: int) -> EncodedKV:
+    """One layer's stored form, ``[Hkv, T, D]`` each, with the first ``exact`` tokens as they are."""
+    heads, tokens, head_dim = keys.shape
+    if not exact:
+        return codec.encode(keys, values, positions)
+    rest = codec.encode(keys[:, exact:], values[:, exact:], positions[exact:]) if tokens > exact else None
+    if rest is None or rest.keys is None:
+        return ops.store_exact(keys, values, int(positions[0]))
+    kept = exact + rest.num_exact
+    first = ops.exact_tokens(keys[:, :kept], values[:, :kept])
+    return EncodedKV(int(positions[0]), tokens, heads, head_dim, keys.dtype, first, rest.keys, rest.values)
+
+
 def build_segment(
     model: PreTrainedModel,
     identity: ModelIdentity,
     token_ids: Sequence[int],
     codec: Codec,
     *,
-    parent: KVSegment | None = None,
+    parent: Span | None = None,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
 ) -> Generator[tuple[str, int, int], None, KVSegment]:
     """Builds a segment alone, chunk by chunk.

@@ -22,21 +22,17 @@ from polykv.models.identity import ModelIdentity, identity_of, segment_identity
 from polykv.models.loading import ProgressCallback
 from polykv.models.step import run_step
 from polykv.models.support import embedding_weight, max_positions
+from polykv.pool.budget import checked_budget, segment_bytes
 from polykv.pool.build import PREFILL_CHUNK_TOKENS, SegmentBuild
 from polykv.pool.lease import Lease
-from polykv.pool.segment import KVSegment, check_context, checked_ids
+from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS, PrefixCache
+from polykv.pool.segment import KVSegment, SegmentKey, Span, as_span, check_context, checked_ids, segment_key
+from polykv.pool.table import Entry, Table
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.02
 """Between two looks at a build that another thread is at."""
-
-# (identity, codec) of the segment and of its parents: a segment depends on how its parents are stored
-_Key = tuple[tuple[str, str], ...]
-
-
-def _key(segment: KVSegment) -> _Key:
-    return tuple((link.identity, link.codec) for link in segment.chain)
 
 
 @dataclass(frozen=True)
@@ -44,17 +40,31 @@ class PoolStats:
     """A pool at one moment.
 
     Attributes:
-        num_bytes: bytes allocated by all segments.
-        dense_bytes: bytes of one private float16 cache of the same tokens, what transformers would hold for each reader.
-        compression_ratio: ``dense_bytes / num_bytes``; 0 for an empty pool.
-        num_segments: segments held.
+        num_bytes: bytes allocated by everything in memory, contexts and cached segments.
+        context_bytes: bytes of the contexts that callers have built.
+        dense_bytes: bytes of one private float16 cache of the contexts' tokens, what transformers would hold for each reader.
+        compression_ratio: ``dense_bytes / context_bytes``; 0 without contexts.
+        num_segments: contexts that callers have built.
         num_leases: readers at this moment.
         hits: look-ups that a stored segment answered: a text shared again, or a request that read it.
         misses: look-ups that had to build.
         builds: segments built.
+        max_bytes: the budget, or None.
+        cached_segments: segments that requests have left, or cache marks asked for.
+        cached_bytes: their bytes.
+        evictable_bytes: of these, what nobody reads now, and goes when room is needed.
+        hit_tokens: prompt tokens that were found by themselves and read instead of computed.
+        published: segments that requests have left: their prompts and answers.
+        evictions: segments that had to go to make room.
+        demotions: of these, those that the store keeps.
+        restores: segments brought back from the store.
+        refused: segments that were not taken in because no room could be made.
+        stored_segments: segments that are in the store alone.
+        seconds_saved: what computing the tokens that were read instead had taken.
     """
 
     num_bytes: int
+    context_bytes: int
     dense_bytes: int
     compression_ratio: float
     num_segments: int
@@ -62,6 +72,18 @@ class PoolStats:
     hits: int
     misses: int
     builds: int
+    max_bytes: int | None = None
+    cached_segments: int = 0
+    cached_bytes: int = 0
+    evictable_bytes: int = 0
+    hit_tokens: int = 0
+    published: int = 0
+    evictions: int = 0
+    demotions: int = 0
+    restores: int = 0
+    refused: int = 0
+    stored_segments: int = 0
+    seconds_saved: float = 0.0
 
 
 def format_bytes(count: float) -> str:
@@ -76,20 +98,28 @@ def format_bytes(count: float) -> str:
 class SharedKVPool:
     """Immutable compressed segments, content-addressed, leased to readers.
 
-    All methods may be called from any thread. A text shared twice is built once.
+    All methods may be called from any thread. A text shared twice is built once. What requests leave (:attr:`prefix`) stays until
+    room is needed.
 
     Args:
         model: the model whose keys and values are stored; its attention is attached.
         tokenizer: its tokenizer; needed for :meth:`inputs` only.
         codec: default codec of :meth:`build`.
+        max_bytes: budget of all segments together; half of the memory that is free now if None, ``math.inf`` for none.
 
     Raises:
+        InvalidRequestError: max_bytes is no positive number.
         UnsupportedModelError: the model's attention cannot read a pool.
         UnknownCodecError: no such codec.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any | None = None, codec: str | Codec = DEFAULT_CODEC
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any | None = None,
+        codec: str | Codec = DEFAULT_CODEC,
+        *,
+        max_bytes: float | None = None,
     ) -> None:
         self.codec = get_codec(codec)
         attach(model)
@@ -97,11 +127,10 @@ class SharedKVPool:
         self.tokenizer = tokenizer
         self.identity: ModelIdentity = identity_of(model, tokenizer)
         self._lock = threading.RLock()
-        self._segments: dict[_Key, KVSegment] = {}
-        self._handles: dict[_Key, int] = {}
-        self._leases: dict[_Key, list[Lease]] = {}
-        self._parents: dict[_Key, Lease] = {}  # a segment's hold on the one before it
-        self._building: dict[_Key, tuple[threading.Event, int]] = {}  # and the thread that builds
+        self._table = Table(checked_budget(max_bytes, embedding_weight(model).device))
+        self.prefix = PrefixCache(self, self._table, self._lock)
+        self._live: set[Lease] = set()
+        self._building: dict[SegmentKey, tuple[threading.Event, int]] = {}  # and the thread that builds
         self._forgotten: queue.SimpleQueue[KVSegment] = queue.SimpleQueue()
         self._hits = self._misses = self._builds = 0
 
@@ -140,7 +169,9 @@ class SharedKVPool:
         token_ids: Sequence[int],
         codec: str | Codec | None = None,
         *,
-        parent: KVSegment | None = None,
+        parent: KVSegment | Span | None = None,
+        salt: str = "",
+        anywhere: bool = False,
         progress: ProgressCallback | None = None,
     ) -> KVSegment:
         """Returns the segment of these tokens, building it if it is not there. Each call counts as a handle.
@@ -148,16 +179,19 @@ class SharedKVPool:
         Args:
             token_ids: the context; with a parent, what follows it.
             codec: how to store it; the pool's default if None.
-            parent: a segment of this pool that comes before the tokens; readers of the new segment read both.
+            parent: a context of this pool that comes before the tokens; readers of the new segment read both.
+            salt: whose it is: requests of another salt never read it.
+            anywhere: make it readable at any position, by requests with ``reuse="anywhere"``.
             progress: called with a phase, units done and units in all.
 
         Raises:
             InvalidRequestError, PromptTooLongError, UnsupportedModelError: see :func:`check_context`.
             ContextReleasedError: the parent is no longer in the pool.
+            PoolFullError: the budget has no room for it.
             PolyKVError: the model gave keys or values that cannot be stored.
         """
         # closed at once when progress() raises: a traceback that is kept would keep the build's place in the line too
-        with closing(self.build_steps(token_ids, codec, parent)) as steps:
+        with closing(self.build_steps(token_ids, codec, parent, salt=salt, anywhere=anywhere)) as steps:
             while True:
                 try:
                     report = next(steps)
@@ -168,14 +202,20 @@ class SharedKVPool:
                     progress(*report)
 
     def build_steps(
-        self, token_ids: Sequence[int], codec: str | Codec | None = None, parent: KVSegment | None = None
+        self,
+        token_ids: Sequence[int],
+        codec: str | Codec | None = None,
+        parent: KVSegment | Span | None = None,
+        *,
+        salt: str = "",
+        anywhere: bool = False,
     ) -> Generator[tuple[str, int, int], None, KVSegment]:
         """As :meth:`build`, but as a generator that pauses after every chunk. Concurrent builders of one text wait.
 
         Yields:
             ``(phase, units done, units in all)``; phase ``"wait"`` while another builder is at the same text.
         """
-        with closing(self.plan_build(token_ids, codec, parent)) as plan:
+        with closing(self.plan_build(token_ids, codec, parent, salt=salt, anywhere=anywhere)) as plan:
             while True:
                 try:
                     event = next(plan)
@@ -190,7 +230,13 @@ class SharedKVPool:
                 yield event
 
     def plan_build(
-        self, token_ids: Sequence[int], codec: str | Codec | None = None, parent: KVSegment | None = None
+        self,
+        token_ids: Sequence[int],
+        codec: str | Codec | None = None,
+        parent: KVSegment | Span | None = None,
+        *,
+        salt: str = "",
+        anywhere: bool = False,
     ) -> Generator[SegmentBuild | tuple[str, int, int], None, KVSegment]:
         """As :meth:`build_steps`, but the forwards are left to the caller, who may mix them with other rows.
 
@@ -203,20 +249,26 @@ class SharedKVPool:
         """
         chosen = get_codec(codec) if codec is not None else self.codec
         token_ids = checked_ids(token_ids)
-        check_context(self.model, token_ids, chosen, parent)
+        before = as_span(parent)
+        check_context(self.model, token_ids, chosen, before)
+        if anywhere:
+            self.prefix.check_anywhere(before)
         self.sweep()
-        key = self._key_of(token_ids, chosen, parent)
-        hold = self.lease(parent) if parent is not None else None
+        exact = ANYWHERE_EXACT_TOKENS if anywhere else 0
+        key = self._key_of(token_ids, chosen, before, salt, exact)
+        hold = self.lease(before) if before is not None else None
         try:
             while True:
                 with self._lock:
-                    segment = self._segments.get(key)
-                    if segment is not None:
+                    entry = self._table.get(key)
+                    if entry is not None and self._table.bring(entry):
+                        assert entry.segment is not None
                         self._hits += 1
-                        self._handles[key] += 1
-                        return segment
+                        entry.handles += 1
+                        return entry.segment
                     pending = self._building.get(key)
                     if pending is None:
+                        self._check_room(len(token_ids), chosen)
                         self._building[key] = threading.Event(), threading.get_ident()
                         self._misses += 1
                         break
@@ -229,7 +281,9 @@ class SharedKVPool:
                 while not done.is_set():
                     yield "wait", 0, 1  # the caller decides how to spend the time
             try:
-                build = SegmentBuild(self.model, self.identity, token_ids, chosen, parent)
+                build = SegmentBuild(
+                    self.model, self.identity, token_ids, chosen, before, salt=salt, exact_tokens=exact
+                )
                 try:
                     while build.remaining:
                         yield build
@@ -239,11 +293,9 @@ class SharedKVPool:
                 finally:
                     build.release()
                 with self._lock:
-                    self._segments[key] = built
-                    self._handles[key] = 1
+                    entry = self.prefix.admit(built)
+                    entry.handles += 1
                     self._builds += 1
-                    if hold is not None:
-                        self._parents[key], hold = hold, None
             finally:
                 with self._lock:
                     self._building.pop(key)[0].set()
@@ -260,22 +312,30 @@ class SharedKVPool:
         )
         return built
 
-    def _key_of(self, token_ids: Sequence[int], codec: Codec, parent: KVSegment | None) -> _Key:
+    def _key_of(
+        self, token_ids: Sequence[int], codec: Codec, parent: Span | None, salt: str, exact_tokens: int = 0
+    ) -> SegmentKey:
         before = parent.context_ids.tolist() if parent is not None else []
-        link = (segment_identity(self.identity, [*before, *token_ids]), codec.name)
-        return (*(_key(parent) if parent is not None else ()), link)
+        identity = segment_identity(self.identity, [*before, *token_ids], salt)
+        return segment_key(identity, codec.name, parent, exact_tokens)
+
+    def _check_room(self, tokens: int, codec: Codec) -> None:
+        """Refuses a segment that cannot fit, before it is computed."""
+        wanted = segment_bytes(self.model, codec, tokens)
+        if not self._table.can_make_room(wanted):
+            self._table.make_room(wanted)  # says what is wrong; evicts nothing
 
     # ------------------------------------------------------------------------------------------- reading
 
     @property
     def segments(self) -> tuple[KVSegment, ...]:
-        """The segments held at this moment."""
+        """The contexts that callers have built, without what requests have left."""
         with self._lock:
-            return tuple(self._segments.values())
+            return tuple(entry.segment for entry in self._table if entry.segment is not None and not entry.cached)
 
     @property
     def segment(self) -> KVSegment:
-        """The only segment.
+        """The only context that callers have built.
 
         Raises:
             InvalidRequestError: the pool holds none or several.
@@ -285,47 +345,61 @@ class SharedKVPool:
             raise InvalidRequestError(f"the pool holds {len(segments)} segments; say which one")
         return segments[0]
 
-    def lease(self, segment: KVSegment, owner: Any | None = None) -> Lease:
-        """Claims a segment for a reader.
+    def lease(self, context: KVSegment | Span, owner: Any | None = None) -> Lease:
+        """Claims a context for a reader.
 
         Raises:
-            ContextReleasedError: the segment is no longer in the pool.
+            ContextReleasedError: a segment of it is no longer in the pool.
         """
-        key = _key(segment)
+        span = as_span(context)
+        assert span is not None
         with self._lock:
-            if self._segments.get(key) is not segment:
-                raise ContextReleasedError(
-                    f"the shared context {segment.identity[:12]} has been released; share the text again"
-                )
-            lease = Lease(self, segment, owner)
-            self._leases.setdefault(key, []).append(lease)
+            entries = []
+            for link in span.chain:
+                entry = self._table.get(link.segment.key)
+                if entry is None or entry.segment is not link.segment:
+                    raise ContextReleasedError(
+                        f"the shared context {link.identity[:12]} has been released; share the text again"
+                    )
+                entries.append(entry)
             self._hits += 1
-            return lease
+            return self.lease_entries(span, entries, owner)
+
+    def lease_entries(self, span: Span, entries: Sequence[Entry], owner: Any | None = None) -> Lease:
+        """As :meth:`lease`, where the context's entries are known; the caller holds the lock."""
+        entries = list(dict.fromkeys(entries))
+        self._table.lease(entries)
+        self._table.touch(entries)
+        lease = Lease(self, span, entries, owner)
+        self._live.add(lease)
+        return lease
 
     def lease_of(
         self,
         token_ids: Sequence[int],
         codec: str | Codec | None = None,
-        parent: KVSegment | None = None,
+        parent: KVSegment | Span | None = None,
         owner: Any | None = None,
+        *,
+        salt: str = "",
     ) -> Lease | None:
         """Claims the segment of these tokens for a reader, or returns None if the pool does not hold it."""
-        key = self._key_of(token_ids, get_codec(codec) if codec is not None else self.codec, parent)
+        key = self._key_of(token_ids, get_codec(codec) if codec is not None else self.codec, as_span(parent), salt)
         with self._lock:
-            segment = self._segments.get(key)
-            return self.lease(segment, owner) if segment is not None else None
+            entry = self._table.get(key)
+            if entry is None or not self._table.bring(entry):
+                return None
+            assert entry.segment is not None
+            return self.lease(entry.segment, owner)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
             if lease._released:
                 return
             lease._released = True
-            key = _key(lease.segment)
-            leases = self._leases[key]
-            leases.remove(lease)
-            if not leases:
-                del self._leases[key]
-            self._drop_if_unused(key)
+            self._live.discard(lease)
+            self._table.touch(lease.entries)
+            self._table.end_lease(lease.entries)
 
     def release(self, segment: KVSegment) -> None:
         """Gives one handle of :meth:`build` back. The segment goes when its last handle and its last lease have gone."""
@@ -334,31 +408,23 @@ class SharedKVPool:
             self._give_handle_back(segment)
 
     def _give_handle_back(self, segment: KVSegment) -> None:
-        key = _key(segment)
-        if self._segments.get(key) is not segment:
+        entry = self._table.get(segment.key)
+        if entry is None or entry.segment is not segment:
             return  # one release too many; another segment of the same text is its own holders'
-        if self._handles.get(key, 0) > 0:
-            self._handles[key] -= 1
-        self._drop_if_unused(key)
+        if entry.handles > 0:
+            entry.handles -= 1
+        self._table.drop_if_unused(entry)
 
     def forget(self, segment: KVSegment) -> None:
         """As :meth:`release`, for finalizers: takes no lock, and takes effect at the next :meth:`sweep`."""
         self._forgotten.put(segment)
-
-    def _drop_if_unused(self, key: _Key) -> None:
-        if self._handles.get(key) == 0 and key not in self._leases:
-            self._segments.pop(key, None)
-            self._handles.pop(key, None)
-            hold = self._parents.pop(key, None)
-            if hold is not None:
-                hold.release()
 
     def sweep(self) -> int:
         """Takes back forgotten handles, and the leases whose owners are gone; returns how many leases there were."""
         with self._lock:
             while not self._forgotten.empty():
                 self._give_handle_back(self._forgotten.get())
-            orphans = [lease for leases in self._leases.values() for lease in leases if lease.orphaned]
+            orphans = [lease for lease in self._live if lease.orphaned]
             for lease in orphans:
                 lease.release()
             return len(orphans)
@@ -414,23 +480,38 @@ class SharedKVPool:
         """Readers at this moment."""
         self.sweep()
         with self._lock:
-            return sum(len(leases) for leases in self._leases.values())
+            return len(self._live)
 
     def stats(self) -> PoolStats:
         """Bytes and counters; see :class:`PoolStats`."""
         self.sweep()
         with self._lock:
-            num_bytes = sum(segment.num_bytes for segment in self._segments.values())
-            dense = sum(segment.dense_bytes for segment in self._segments.values())
+            table, segments = self._table, self.segments
+            held = sum(segment.num_bytes for segment in segments)
+            dense = sum(segment.dense_bytes for segment in segments)
+            cached = [entry for entry in table if entry.cached and entry.resident]
             return PoolStats(
-                num_bytes=num_bytes,
+                num_bytes=table.num_bytes,
+                context_bytes=held,
                 dense_bytes=dense,
-                compression_ratio=dense / num_bytes if num_bytes else 0.0,
-                num_segments=len(self._segments),
+                compression_ratio=dense / held if held else 0.0,
+                num_segments=len(segments),
                 num_leases=self.num_leases,
                 hits=self._hits,
                 misses=self._misses,
                 builds=self._builds,
+                max_bytes=table.max_bytes,
+                cached_segments=len(cached),
+                cached_bytes=sum(entry.num_bytes for entry in cached),
+                evictable_bytes=table.evictable_bytes,
+                hit_tokens=self.prefix.hit_tokens,
+                published=self.prefix.published,
+                evictions=table.evictions,
+                demotions=table.demotions,
+                restores=table.restores,
+                refused=table.refused,
+                stored_segments=sum(not entry.resident for entry in table),
+                seconds_saved=self.prefix.seconds_saved,
             )
 
     def memory_summary(self, n_agents: int = 1) -> str:
@@ -443,15 +524,17 @@ class SharedKVPool:
             raise InvalidRequestError(f"n_agents must be at least 1, got {n_agents}")
         stats = self.stats()
         private = n_agents * stats.dense_bytes
-        saved = private - stats.num_bytes
+        saved = private - stats.context_bytes
         share = 100 * saved / private if private else 0.0
         tokens = sum(segment.num_tokens for segment in self.segments)
         rows = [
             ("one private float16 cache", stats.dense_bytes, ""),
             (f"{n_agents} x that", private, "what private caches would take"),
-            ("the pool, allocated", stats.num_bytes, f"{stats.compression_ratio:.2f}x smaller than one"),
+            ("the pool, allocated", stats.context_bytes, f"{stats.compression_ratio:.2f}x smaller than one"),
             (f"saved with {n_agents} reader(s)", saved, f"{share:.1f} %"),
         ]
+        if stats.cached_segments:
+            rows.append(("left by requests", stats.cached_bytes, "goes when room is needed"))
         head = f"Shared KV pool: {tokens} tokens in {stats.num_segments} segment(s), model in {self.model.dtype}"
         return "\n".join([head, *(f"  {label:<26}{format_bytes(n):>10}  {note}".rstrip() for label, n, note in rows)])
 

@@ -1,4 +1,4 @@
-"""A segment: the compressed keys and values of a run of tokens."""
+"""A segment: the compressed keys and values of a run of tokens. A span: some of them, as a reader reads them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from polykv.models.support import embedding_weight, head_dim, max_positions
 from polykv_kernels import EncodedKV
 from polykv_kernels.layouts import tensor_bytes
 
+MAX_PARTS = 64
+"""Parts of one segment whose views are kept: they are made anew otherwise, which takes a fraction of a millisecond."""
+
 
 @dataclass(frozen=True)
 class BuildReport:
@@ -36,7 +39,7 @@ class BuildReport:
 
 @dataclass(frozen=True, eq=False)
 class KVSegment:
-    """Immutable compressed KV of consecutive tokens, from position 0 or from the end of another segment.
+    """Immutable compressed KV of consecutive tokens, from position 0 or from the end of a span of another segment.
 
     A segment with a parent was computed over the parent's stored form, and whoever reads it reads the parent too: documents
     of one team over a handbook of all teams, for example. Each is stored once and read once a step.
@@ -49,7 +52,10 @@ class KVSegment:
         layers: one :class:`EncodedKV` a layer. A sliding-window layer holds only what the window of a token after the
             segment can reach.
         report: what the build took.
-        parent: the segment before this one, or None for one that starts at position 0.
+        parent: what was before this segment when it was computed, or None for one that starts at position 0.
+        salt: whose it is; segments of different salts never serve each other's requests.
+        exact_tokens: so many first tokens are kept as they are whatever the codec, so that the segment can be read from any of
+            them on: it may stand anywhere.
     """
 
     identity: str
@@ -58,12 +64,29 @@ class KVSegment:
     token_ids: Tensor = field(repr=False)
     layers: tuple[EncodedKV, ...] = field(repr=False)
     report: BuildReport
-    parent: KVSegment | None = field(default=None, repr=False)
+    parent: Span | None = field(default=None, repr=False)
+    salt: str = field(default="", repr=False)
+    exact_tokens: int = field(default=0, repr=False)
 
     @property
     def num_tokens(self) -> int:
         """Tokens held, without the parent's."""
         return int(self.token_ids.shape[0])
+
+    @property
+    def whole(self) -> Span:
+        """All of it, where it was computed. Made anew each time: kept here it would keep this segment alive."""
+        return Span(self, 0, self.num_tokens, self.start, self.parent)
+
+    @cached_property
+    def key(self) -> SegmentKey:
+        """What it is and what it was computed over: a segment depends on how its parents are stored."""
+        return segment_key(self.identity, self.codec, self.parent, self.exact_tokens)
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every layer holds every token, so that a part of it can be read alone."""
+        return all(layer.num_tokens == self.num_tokens for layer in self.layers)
 
     @cached_property
     def start(self) -> int:
@@ -75,22 +98,46 @@ class KVSegment:
         """Absolute position after the last token: tokens of the whole context, the parents' included."""
         return self.start + self.num_tokens
 
-    @cached_property
-    def chain(self) -> tuple[KVSegment, ...]:
-        """The segments of the whole context from position 0 on, this one last."""
-        return (self,) if self.parent is None else (*self.parent.chain, self)
+    @property
+    def chain(self) -> tuple[Span, ...]:
+        """The spans of the whole context from position 0 on, this segment's last."""
+        return self.whole.chain
 
     @cached_property
     def context_ids(self) -> Tensor:
         """``[end]`` int32: ids of the whole context."""
-        if self.parent is None:
-            return self.token_ids
-        return torch.cat([segment.token_ids for segment in self.chain])
+        return self.whole.context_ids
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes allocated: every layer and the token ids."""
-        return sum(layer.nbytes for layer in self.layers) + tensor_bytes(self.token_ids)
+        # layers may share one storage (a request's tail that became a segment): it counts once
+        return tensor_bytes(self.token_ids, *(x for layer in self.layers for x in layer.tensors().values()))
+
+    def part(self, first: int, stop: int) -> tuple[EncodedKV, ...]:
+        """The stored form of tokens ``[first, stop)``, one a layer: views, no copies.
+
+        Raises:
+            ValueError: the stored form cannot be read in part (see :meth:`EncodedKV.part`), or a sliding-window layer has
+                dropped tokens.
+        """
+        if (first, stop) == (0, self.num_tokens):
+            return self.layers
+        parts = self._parts.get((first, stop))
+        if parts is None:
+            if not self.complete:
+                raise ValueError(
+                    "a segment whose sliding-window layers hold only their windows is read whole or not at all"
+                )
+            parts = tuple(layer.part(first, stop) for layer in self.layers)
+            while len(self._parts) >= MAX_PARTS:
+                self._parts.pop(next(iter(self._parts)), None)
+            self._parts[first, stop] = parts
+        return parts
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], tuple[EncodedKV, ...]]:
+        return {}
 
     @property
     def dense_bytes(self) -> int:
@@ -101,6 +148,122 @@ class KVSegment:
     def compression_ratio(self) -> float:
         """``dense_bytes / num_bytes``: allocated bytes, never arithmetic on bit widths."""
         return self.dense_bytes / self.num_bytes
+
+
+SpanKey = tuple[tuple[str, str, int, int, int], ...]
+"""For each span of a context: identity and codec of its segment, the part of it that is read, and how far it is moved."""
+
+SegmentKey = tuple[SpanKey, str, str]
+"""What a segment was computed over, its identity and its codec."""
+
+
+def segment_key(identity: str, codec: str, parent: Span | None, exact_tokens: int = 0) -> SegmentKey:
+    """Key of a segment: see :data:`SegmentKey`."""
+    form = f"{codec}/{exact_tokens}" if exact_tokens else codec
+    return (parent.key if parent is not None else (), identity, form)
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive tokens of a segment at a place in a context, and what comes before them.
+
+    A context is its last span. Spans cost nothing: they share the segment's storage. A span may leave out the segment's first
+    or last tokens (a request that goes on in another way reads only what they have in common), and may stand at other
+    positions than those it was computed at: then its readers' queries are rotated by the difference.
+
+    Attributes:
+        segment: whose tokens.
+        first: index of the first token read, within the segment.
+        stop: index after the last.
+        at: absolute position of the segment's token 0 in this context.
+        before: the span before this one, which ends where it starts; None for a span at position 0.
+    """
+
+    segment: KVSegment
+    first: int
+    stop: int
+    at: int
+    before: Span | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop <= self.segment.num_tokens:
+            raise ValueError(f"a span [{self.first}, {self.stop}) of a segment of {self.segment.num_tokens} tokens")
+        if self.start != (self.before.end if self.before is not None else 0):
+            raise ValueError(
+                f"a span at position {self.start} does not follow one that ends at {self.before and self.before.end}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read, without those before."""
+        return self.stop - self.first
+
+    @property
+    def start(self) -> int:
+        """Absolute position of the first token read."""
+        return self.at + self.first
+
+    @property
+    def end(self) -> int:
+        """Absolute position after the last token read: tokens of the whole context."""
+        return self.at + self.stop
+
+    @property
+    def shift(self) -> int:
+        """How many positions further back than computed it stands."""
+        return self.at - self.segment.start
+
+    @property
+    def model(self) -> ModelIdentity:
+        """Identity of the model."""
+        return self.segment.model
+
+    @property
+    def codec(self) -> str:
+        """Codec of the segment."""
+        return self.segment.codec
+
+    @property
+    def identity(self) -> str:
+        """Identity of the segment."""
+        return self.segment.identity
+
+    @property
+    def salt(self) -> str:
+        """Whose it is."""
+        return self.segment.salt
+
+    @cached_property
+    def key(self) -> SpanKey:
+        """Key of the context: equal keys are read alike."""
+        link = (*self.segment.key[1:], self.first, self.stop, self.shift)
+        return (*(self.before.key if self.before is not None else ()), link)
+
+    @property
+    def chain(self) -> tuple[Span, ...]:
+        """The spans of the whole context from position 0 on, this one last."""
+        return (*(self.before.chain if self.before is not None else ()), self)
+
+    @cached_property
+    def context_ids(self) -> Tensor:
+        """``[end]`` int32: ids of the whole context."""
+        if self.before is None and self.num_tokens == self.segment.num_tokens:
+            return self.segment.token_ids
+        return torch.cat([span.segment.token_ids[span.first : span.stop] for span in self.chain])
+
+    @property
+    def layers(self) -> tuple[EncodedKV, ...]:
+        """The stored form of the tokens read, one a layer, at the positions they were computed at.
+
+        Raises:
+            ValueError: the segment's stored form cannot be read in part.
+        """
+        return self.segment.part(self.first, self.stop)
+
+
+def as_span(context: KVSegment | Span | None) -> Span | None:
+    """A context given as its last segment or span."""
+    return context.whole if isinstance(context, KVSegment) else context
 
 
 def checked_ids(token_ids: Iterable[int]) -> tuple[int, ...]:
@@ -117,9 +280,7 @@ def checked_ids(token_ids: Iterable[int]) -> tuple[int, ...]:
         ) from None
 
 
-def check_context(
-    model: PreTrainedModel, token_ids: Sequence[int], codec: Codec, parent: KVSegment | None = None
-) -> None:
+def check_context(model: PreTrainedModel, token_ids: Sequence[int], codec: Codec, parent: Span | None = None) -> None:
     """Everything that can be wrong with a context, before a prefill is spent on it.
 
     Raises:

@@ -80,8 +80,8 @@ class TestBuild:
         builds = []
 
         class Recording(build_module.SegmentBuild):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
                 builds.append(self)
 
         monkeypatch.setattr(pool_module, "SegmentBuild", Recording)
