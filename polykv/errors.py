@@ -16,6 +16,7 @@ __all__ = [
     "RequestCancelledError",
     "RequestTimeoutError",
     "SharedContextMissing",
+    "StoreError",
     "UnknownCodecError",
     "UnsupportedModelError",
 ]
@@ -75,6 +76,10 @@ class EngineOverloaded(PolyKVError, RuntimeError):
 
 class RequestTimeoutError(PolyKVError, TimeoutError):
     """The request's own timeout is over. It has been dropped."""
+
+
+class StoreError(PolyKVError, RuntimeError):
+    """A store on disk, or a file in it, that cannot be used; the message says why. The rest of the store stays usable."""
 
 
 class RequestCancelledError(PolyKVError):

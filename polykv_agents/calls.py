@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.messages import BaseMessage
 
 from polykv.engine import Request, SamplingParams
-from polykv.errors import InvalidRequestError, UnsupportedModelError
-from polykv.models.identity import segment_identity
-from polykv.pool import KVSegment
+from polykv.errors import ContextReleasedError, InvalidRequestError, PoolFullError, UnsupportedModelError
+from polykv.pool import KVSegment, Lease
 from polykv_agents.marks import Mark, find_marks, leading_system, split
 from polykv_agents.rendering import Prompt
 from polykv_agents.shared_context import SharedContext
@@ -67,7 +66,16 @@ class Plan:
     marks: list[int] = field(default_factory=list)  # ends of the contexts that cache marks ask for, in tokens
     facts: dict[str, Any] | None = None
     created: int = 0
-    held: list[SharedContext] = field(default_factory=list)  # alive until the request has its lease
+    held: list[SharedContext | Lease] = field(default_factory=list)  # alive until the request has its lease
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for held in self.held:
+            if isinstance(held, Lease):
+                held.release()
+        self.held.clear()
 
     def explain(self, reason: str) -> None:
         """Says why a context that was asked for is not used."""
@@ -137,7 +145,7 @@ def context_of(llm: ChatPolyKV, kwargs: Mapping[str, Any]) -> SharedContext | No
         )
     if llm.shared_context is not None and named == llm.shared_context.id:
         return llm.shared_context
-    return llm._contexts().get(named)
+    return llm._contexts().get(named, llm.cache_salt)
 
 
 def plan_call(
@@ -260,29 +268,31 @@ def build_marked(llm: ChatPolyKV, plan: Plan, *, wait: bool) -> bool:
     Returns:
         Whether all are found; without ``wait`` the others remain in the plan.
     """
-    contexts = llm._contexts()
     while plan.marks:
-        end = plan.marks[0]
-        parent, ids = plan.segment, plan.prompt.ids[:end]
-        start = parent.end if parent is not None else 0
-        chain = "" if parent is None else f"{'/'.join(link.identity for link in parent.chain)}/"
-        key = (chain + segment_identity(llm.pool.identity, ids), llm.codec)
-        context, built = contexts.marked(key), False
-        if context is None:
+        end, parent = plan.marks[0], plan.segment
+        ids = plan.prompt.ids[:end]
+        own = ids[parent.end if parent is not None else 0 :]
+        lease = llm.pool.lease_of(own, llm.codec, parent, plan, salt=llm.cache_salt)
+        built = False
+        if lease is None:
             if not wait:
                 return False
+            key = (f"{parent.key if parent is not None else ()}/{llm.cache_salt}/{ids}", llm.codec)
 
-            def build(ids: list[int] = ids[start:], parent: KVSegment | None = parent) -> SharedContext:
-                return SharedContext(llm.pool, llm.engine.share(ids, llm.codec, parent=parent), ())
+            def build(own: list[int] = own, parent: KVSegment | None = parent) -> KVSegment:
+                return llm.pool.keep(llm.engine.share(own, llm.codec, parent=parent, salt=llm.cache_salt))
 
             try:
-                context, built = contexts.build_marked(key, build)
-            except UnsupportedModelError as error:  # a mark is a hint: the call goes on without it
+                segment, built = llm._contexts().build_once(key, build)
+                lease = llm.pool.lease(segment, plan)
+            except ContextReleasedError:
+                continue  # gone again already, for want of room
+            except (UnsupportedModelError, PoolFullError) as error:  # a mark is a hint: the call goes on without it
                 plan.marks.clear()
                 plan.explain(str(error))
                 return True
-        segment, _ = context.reading()
-        plan.held.append(context)
+        segment = lease.segment
+        plan.held.append(lease)
         plan.segment = segment
         plan.created += segment.num_tokens if built else 0
         plan.facts = {**(plan.facts or {}), "id": segment.identity, "tokens": segment.end, "codec": segment.codec}

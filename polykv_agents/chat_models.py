@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -27,10 +27,13 @@ from polykv.engine import Completion, Engine, Request, RequestHandle
 from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING
 from polykv.engine.registry import EngineReference, EngineSpec, LoadedModel, register_object
 from polykv.errors import EngineClosedError, IncompatiblePoolError, InvalidRequestError, RequestCancelledError
+from polykv.models.identity import salt_digest
 from polykv.models.loading import DEFAULT_MODEL, ProgressCallback, positions_of
 from polykv.models.support import max_positions
 from polykv.pool import SharedKVPool
+from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS
 from polykv_agents.answers import AnswerReader
+from polykv_agents.callers import caller_of
 from polykv_agents.calls import (
     SAMPLING_KEYWORDS,
     Plan,
@@ -43,6 +46,7 @@ from polykv_agents.calls import (
     sampling_of,
 )
 from polykv_agents.contexts import Contexts, contexts_of
+from polykv_agents.portable import portable_ids
 from polykv_agents.rendering import Renderer
 from polykv_agents.shared_context import SharedContext
 from polykv_agents.structured_output import Method, structured_output
@@ -113,7 +117,10 @@ class ChatPolyKV(BaseChatModel):
 
     Cache marks of Anthropic's and OpenAI's APIs on content blocks share what is before them, without any other change.
 
-    Objects that are equal in model, device, dtype, revision and batching share one engine and its weights; the weights
+    What a call has computed, marked or not, is not computed again: the next turn of a conversation, and the next agent that
+    gets the transcript, start where it ended.
+
+    Objects that are equal in model, device, dtype, revision, batching and pool share one engine and its weights; the weights
     are loaded at first use, or by :meth:`load`. Copies and pickles share the engine too.
     """
 
@@ -185,6 +192,23 @@ class ChatPolyKV(BaseChatModel):
     """torch threads of the engine."""
     trust_remote_code: bool = False
     """Run code that a checkpoint brings."""
+    prefix_cache: bool | None = None
+    """Whether calls read what earlier ones have left of their prompts' beginnings, and leave their own prompt and answer: with
+    the same answers, sooner. On by default, but not with ``deterministic``."""
+    max_pool_bytes: float | None = None
+    """Budget of the pool, shared contexts included; half of the memory that is free when the model is loaded by default.
+    What earlier calls have left goes first, the least recently used."""
+    pool_dir: str | None = None
+    """Folder of a store that the pool fills instead of forgetting, and finds again after a restart; see
+    :meth:`SharedKVPool.open_store`."""
+    cache_salt: str = ""
+    """Whose calls these are: the pools of different salts are apart, texts and names alike. Set it where you know the tenant,
+    never from a prompt."""
+    reuse: Literal["prefix", "anywhere"] = "prefix"
+    """``"anywhere"``: texts that were shared with ``anywhere=True`` are read from the pool wherever a prompt has them, although
+    they were computed without what comes before them there: sooner, and an approximation."""
+    recompute: int = ANYWHERE_EXACT_TOKENS
+    """So many first tokens of each such text are computed in its place, 0 to 32: most of the difference is there."""
     profile: ModelProfile | None = Field(default=None, exclude=True, repr=False)
     """What the model can do, in LangChain's terms; found out by default. A shared context takes positions from
     ``max_input_tokens``."""
@@ -247,6 +271,9 @@ class ChatPolyKV(BaseChatModel):
             self.max_waiting,
             self.deterministic,
             self.weights,
+            self.prefix_cache,
+            self.max_pool_bytes,
+            self.pool_dir,
         )
         self._reference = EngineReference(spec, weights)
         if self.profile is None:
@@ -285,6 +312,7 @@ class ChatPolyKV(BaseChatModel):
         *,
         name: str | None = None,
         codec: str | None = None,
+        anywhere: bool = False,
         progress: ProgressCallback | None = None,
     ) -> SharedContext:
         """Prefills a context once and compresses it; sharing the same one again finds it.
@@ -299,6 +327,8 @@ class ChatPolyKV(BaseChatModel):
             context: a text or document, several of them, or messages (``("human", "...")`` pairs too).
             name: by which calls may name it too, as ``shared_context`` or ``prompt_cache_key``; the newest of a name counts.
             codec: how to store it; this object's codec by default.
+            anywhere: store one text so that it can be read wherever it stands in a message, among other texts and after any
+                instructions, by models with ``reuse="anywhere"``. There is nothing to give to :meth:`with_context` then.
             progress: called with ``"prefill"`` (tokens) or ``"encode"`` (layers), units done and units in all.
 
         Returns:
@@ -307,14 +337,28 @@ class ChatPolyKV(BaseChatModel):
         Raises:
             InvalidRequestError: an empty context, or content that is not text.
             PromptTooLongError: it has more tokens than the model has positions.
-            UnknownCodecError, UnsupportedModelError: the codec does not exist, or cannot store this model's head_dim.
+            PoolFullError: the pool's budget has no room for it.
+            UnknownCodecError, UnsupportedModelError: the codec does not exist, or cannot store this model's head_dim; or
+                ``anywhere`` with a model whose positions cannot be shifted.
         """
         turns = shared_turns(context)
-        ids = self._render().shared_ids(turns)
-        segment = self.engine.share(ids, codec or self.codec, progress)
+        ids = self._portable_ids(context) if anywhere else self._render().shared_ids(turns)
+        segment = self.engine.share(ids, codec or self.codec, progress, salt=self.cache_salt, anywhere=anywhere)
         shared = SharedContext(self.pool, segment, turns, name)
         self._contexts().remember(shared, name)
         return shared
+
+    def _portable_ids(self, context: SharedInput) -> list[int]:
+        text = getattr(context, "page_content", context)
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"anywhere=True takes one text or document, got {type(context).__name__}; share several one by one, and put them "
+                "into the messages in any order"
+            )
+        ids = portable_ids(self.engine.tokenizer, text)
+        if not ids:
+            raise InvalidRequestError("the context has no tokens; give a text that is not empty")
+        return ids
 
     async def ashare(
         self,
@@ -322,6 +366,7 @@ class ChatPolyKV(BaseChatModel):
         *,
         name: str | None = None,
         codec: str | None = None,
+        anywhere: bool = False,
         progress: ProgressCallback | None = None,
     ) -> SharedContext:
         """As :meth:`share`, without blocking the event loop. ``progress`` is called in another thread."""
@@ -334,7 +379,9 @@ class ChatPolyKV(BaseChatModel):
                 progress(phase, done, total)
 
         try:
-            return await asyncio.to_thread(self.share, context, name=name, codec=codec, progress=report)
+            return await asyncio.to_thread(
+                self.share, context, name=name, codec=codec, anywhere=anywhere, progress=report
+            )
         except asyncio.CancelledError:
             # The thread goes on to its next report; a context that is finished meanwhile is collected, and so given back.
             abandoned.set()
@@ -342,7 +389,7 @@ class ChatPolyKV(BaseChatModel):
 
     def find_context(self, reference: str) -> SharedContext | None:
         """The live shared context of an id or a name; None if this process holds none."""
-        return self._contexts().find(reference)
+        return self._contexts().find(reference, self.cache_salt)
 
     def _contexts(self) -> Contexts:
         return contexts_of(self.engine)
@@ -376,7 +423,7 @@ class ChatPolyKV(BaseChatModel):
         if known is not None:
             return known
         if rebuild is None:
-            return self._contexts().get(reference)
+            return self._contexts().get(reference, self.cache_salt)
         is_id = len(reference) == 64 and all(letter in "0123456789abcdef" for letter in reference)
         context = self.share(rebuild, name=None if is_id else reference)
         if is_id and context.id != reference:
@@ -392,6 +439,15 @@ class ChatPolyKV(BaseChatModel):
                 f"with_context takes the SharedContext that share() returned, or its id, got {context!r:.60}"
             )
         segment, _ = context.reading()
+        if segment.exact_tokens:
+            raise InvalidRequestError(
+                "a context that was shared with anywhere=True is read wherever its text stands: put the text into a message, and "
+                "set reuse='anywhere'"
+            )
+        if segment.salt != salt_digest(self.cache_salt):
+            raise IncompatiblePoolError(
+                "the shared context belongs to another cache_salt; share its text with this one"
+            )
         reason = self.pool.identity.mismatch(segment.model)
         if reason is not None or segment not in self.pool.segments:
             raise IncompatiblePoolError(
@@ -425,17 +481,23 @@ class ChatPolyKV(BaseChatModel):
             )
         return renderers[key]
 
-    def _submit(self, plan: Plan) -> _Running:
+    def _submit(self, plan: Plan, caller: dict[str, Any]) -> _Running:
         request = Request(
             tuple(plan.prompt.ids),
             plan.segment,
             plan.sampling,
             visible_tokens=self._render().visible_ids() if plan.parser is not None else frozenset(),
+            salt=self.cache_salt,
+            reuse=self.reuse,
+            recompute=self.recompute,
             **plan.options,
+            **caller,
         )
+        with plan:
+            handle = self.engine.submit(request)
         return _Running(
             self,
-            self.engine.submit(request),
+            handle,
             AnswerReader(plan.parser, in_blocks=self.output_version == "v1"),
             plan.facts,
             plan.created,
@@ -461,14 +523,16 @@ class ChatPolyKV(BaseChatModel):
             self._siblings[key] = type(self)(model=model, **fields)
         return self._siblings[key]
 
-    def _start(self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Running:
+    def _start(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], run_manager: Any
+    ) -> _Running:
         llm = self._for_call(kwargs)
         plan = plan_call(llm, messages, stop, kwargs)
         build_marked(llm, plan, wait=True)
-        return llm._submit(plan)
+        return llm._submit(plan, caller_of(run_manager))
 
     async def _astart(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], run_manager: Any
     ) -> _Running:
         llm = self._for_call(kwargs)
         await llm._aload()
@@ -483,7 +547,7 @@ class ChatPolyKV(BaseChatModel):
             await asyncio.to_thread(build_marked, llm, plan, wait=True)
         if plan.sampling.grammar is not None:
             await asyncio.to_thread(llm.engine.prepare, plan.sampling.grammar)
-        return llm._submit(plan)
+        return llm._submit(plan, caller_of(run_manager))
 
     def _facts_of(self, running: _Running, completion: Completion) -> tuple[UsageMetadata, dict[str, Any]]:
         """Usage and response metadata, once the reader has seen the end."""
@@ -514,7 +578,7 @@ class ChatPolyKV(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = self._start(messages, stop, kwargs)
+        running = self._start(messages, stop, kwargs, run_manager)
         try:
             return self._result(running, running.handle.result())
         finally:
@@ -527,7 +591,7 @@ class ChatPolyKV(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = await self._astart(messages, stop, kwargs)
+        running = await self._astart(messages, stop, kwargs, run_manager)
         try:
             return self._result(running, await running.handle.aresult())
         finally:
@@ -540,7 +604,7 @@ class ChatPolyKV(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        running = self._start(messages, stop, kwargs)
+        running = self._start(messages, stop, kwargs, run_manager)
         try:
             for piece in running.handle:
                 for message in running.reader.feed(piece):
@@ -559,7 +623,7 @@ class ChatPolyKV(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        running = await self._astart(messages, stop, kwargs)
+        running = await self._astart(messages, stop, kwargs, run_manager)
         try:
             async for piece in running.handle:
                 for message in running.reader.feed(piece):

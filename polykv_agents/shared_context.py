@@ -37,6 +37,11 @@ class SharedContext:
         return self._name
 
     @property
+    def salt(self) -> str:
+        """Digest of the ``cache_salt`` it was shared under; empty for none."""
+        return self._segment.salt
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that every reader takes from the pool."""
         return self._segment.num_tokens

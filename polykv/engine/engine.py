@@ -53,6 +53,10 @@ MIN_SHARED_TOKENS = 64
 """A request waits for one that is computing the same beginning if it saves at least so many tokens."""
 LOOK_AHEAD = 64
 """So many requests behind those that could start are looked at: some of them may start while others wait."""
+DETERMINISTIC_PREFIX_CACHE = (
+    "deterministic=True and prefix_cache=True exclude each other: what is found decides where sums are cut, and so the last bits "
+    "of a result; leave one out"
+)
 IDLE_SECONDS = 2.0
 """An idle engine gives its thread up, so that one nobody uses any more can be collected."""
 
@@ -248,10 +252,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         if deterministic and prefix_cache:
-            raise InvalidRequestError(
-                "deterministic=True and prefix_cache=True exclude each other: what is found decides where sums are cut, and so "
-                "the last bits of a result; leave one out"
-            )
+            raise InvalidRequestError(DETERMINISTIC_PREFIX_CACHE)
         self.prefix_cache = not deterministic if prefix_cache is None else prefix_cache
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer, max_bytes=max_pool_bytes)
         self.pool.check_model(model, tokenizer)
@@ -308,6 +309,8 @@ class Engine:
         to_build = request.shared_tokens > 0 and lease is None
         if lease is None and request.segment is not None:
             lease = self.pool.lease(request.segment, owner=handle)
+        if request.agent is not None:
+            self.pool.observe(request.agent, request.agent_step, request.agent_run)
         try:
             sequence = Sequence(
                 handle,
@@ -787,11 +790,12 @@ class Engine:
     def _find_documents(self, sequence: Sequence) -> None:
         request = sequence.handle.request
         for start, entry in self.pool.prefix.documents(request.token_ids, sequence.position, salt=request.salt):
-            if entry.segment is None:
+            segment = self.pool.prefix.bring(entry)
+            if segment is None:
                 continue
             # a document at the very beginning was computed with the same nothing before it
             skip = min(request.recompute, len(entry.tokens) - 1) if start else 0
-            lease = self.pool.lease(entry.segment, owner=sequence.handle)
+            lease = self.pool.lease(segment, owner=sequence.handle)
             sequence.jumps.append(Jump(start, skip, entry, lease))
         sequence.plan_run()
 
@@ -958,6 +962,9 @@ class Engine:
                 if sequence in line:
                     line.remove(sequence)
         sequence.release()
+        request = sequence.handle.request
+        if request.agent is not None:
+            self.pool.call_ended(request.agent, request.agent_run)
         if error is None:
             self._count(finished=1)
         elif isinstance(error, RequestCancelledError):

@@ -16,11 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 
-from polykv.engine.engine import DEFAULT_MAX_BATCH, DEFAULT_MAX_WAITING, Engine, check_counts
+from polykv.engine.engine import (
+    DEFAULT_MAX_BATCH,
+    DEFAULT_MAX_WAITING,
+    DETERMINISTIC_PREFIX_CACHE,
+    Engine,
+    check_counts,
+)
 from polykv.engine.request import Request
-from polykv.errors import EngineClosedError, ModelNotFoundError
+from polykv.errors import EngineClosedError, InvalidRequestError, ModelNotFoundError
 from polykv.models.loading import (
     ProgressCallback,
     check_device,
@@ -29,6 +36,7 @@ from polykv.models.loading import (
     check_weights,
     load_model,
 )
+from polykv.pool.budget import checked_budget
 
 OBJECT_PREFIX = "object:"
 
@@ -63,12 +71,18 @@ class EngineSpec:
     max_waiting: int = DEFAULT_MAX_WAITING
     deterministic: bool = False
     weights: str | None = None
+    prefix_cache: bool | None = None
+    max_pool_bytes: float | None = None
+    pool_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_counts(max_batch=self.max_batch, max_waiting=self.max_waiting, num_threads=self.num_threads)
         check_device(self.device)
         check_dtype(self.dtype)
         check_weights(self.weights)
+        checked_budget(self.max_pool_bytes, torch.device("cpu"))
+        if self.deterministic and self.prefix_cache:
+            raise InvalidRequestError(DETERMINISTIC_PREFIX_CACHE)
 
     @property
     def weights_key(self) -> tuple[object, ...]:
@@ -186,7 +200,11 @@ class EngineReference:
                     max_waiting=spec.max_waiting,
                     num_threads=spec.num_threads,
                     deterministic=spec.deterministic,
+                    prefix_cache=spec.prefix_cache,
+                    max_pool_bytes=spec.max_pool_bytes,
                 )
+                if spec.pool_dir is not None:
+                    entry.engine.pool.open_store(spec.pool_dir)
                 entry.engine.request_processors = weights.request_processors
             return entry.engine
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from polykv.codecs import Codec
 from polykv.engine.sampling import Choice, SamplingParams
 from polykv.errors import InvalidRequestError, RequestCancelledError
+from polykv.models.identity import salt_digest
 from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS
 from polykv.pool.segment import KVSegment, Span, checked_ids
 
@@ -42,7 +43,9 @@ class Request:
         timeout: seconds from submission after which the request fails, or None.
         visible_tokens: special tokens whose text the answer shows (marks of tool calls); others are left out.
         salt: whose request it is. It finds, and leaves, prompts of the same salt only; a context that it names must have it too.
-        agent: who asks, for the pool's workflow.
+        agent: who asks, for the pool's workflow (:meth:`SharedKVPool.attach_graph`).
+        agent_step: its graph's superstep, if known; agents of one step run together.
+        agent_run: which run of the graph it belongs to.
         reuse: ``"prefix"`` reads what the pool holds of the prompt's beginning, with the same result as computing it;
             ``"anywhere"`` also reads documents that were built with ``anywhere=True`` wherever the prompt has them, although
             they were computed without what comes before them there: an approximation.
@@ -62,6 +65,8 @@ class Request:
     visible_tokens: frozenset[int] = frozenset()
     salt: str = ""
     agent: str | None = None
+    agent_step: int | None = None
+    agent_run: str = ""
     reuse: Literal["prefix", "anywhere"] = "prefix"
     recompute: int = ANYWHERE_EXACT_TOKENS
 
@@ -76,7 +81,7 @@ class Request:
             raise InvalidRequestError(f"segment must be a KVSegment, got {self.segment!r:.60}")
         if not isinstance(self.salt, str) or not (self.agent is None or isinstance(self.agent, str)):
             raise InvalidRequestError(f"salt and agent must be strings, got {self.salt!r:.60} and {self.agent!r:.60}")
-        if self.segment is not None and self.segment.salt != self.salt:
+        if self.segment is not None and self.segment.salt != salt_digest(self.salt):
             raise InvalidRequestError(
                 "the shared context belongs to another salt than the request; share its text under this one"
             )

@@ -59,7 +59,7 @@ class ModelIdentity:
     tokenizer: str
 
     def chain_root(self, salt: str = "") -> bytes:
-        """First link of the chain. ``salt`` keeps the segments of one tenant apart from another's."""
+        """First link of the chain. ``salt``, a :func:`salt_digest`, keeps one tenant's segments apart from another's."""
         return _digest(
             CHAIN_VERSION,
             ("model_type", self.model_type.encode()),
@@ -80,6 +80,11 @@ class ModelIdentity:
         if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
             return "tokenizer"
         return None
+
+
+def salt_digest(salt: str) -> str:
+    """What stands for a tenant's salt in keys and files, which never hold the salt itself; empty for none."""
+    return _digest("polykv/salt/1", ("salt", salt.encode())).hex() if salt else ""
 
 
 def segment_identity(identity: ModelIdentity, token_ids: Sequence[int], salt: str = "") -> str:

@@ -42,7 +42,7 @@ class SegmentBuild:
         token_ids: the context, without the parent's.
         codec: how to store it.
         parent: the span before it, whose stored form it attends to.
-        salt: whose it is.
+        salt: digest of whose it is.
         exact_tokens: keep so many first tokens as they are, whatever the codec; for segments that are read anywhere.
 
     Raises:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +19,19 @@ from polykv.codecs import DEFAULT_CODEC, Codec, get_codec
 from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError, PromptTooLongError
 from polykv.models.attention import attach
 from polykv.models.cache import PooledCache
-from polykv.models.identity import ModelIdentity, identity_of, segment_identity
+from polykv.models.identity import ModelIdentity, identity_of, salt_digest, segment_identity
 from polykv.models.loading import ProgressCallback
 from polykv.models.step import run_step
 from polykv.models.support import embedding_weight, max_positions
 from polykv.pool.budget import checked_budget, segment_bytes
 from polykv.pool.build import PREFILL_CHUNK_TOKENS, SegmentBuild
 from polykv.pool.lease import Lease
+from polykv.pool.persistence import DiskTier, LoadReport, SaveReport, save_entries
 from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS, PrefixCache
 from polykv.pool.segment import KVSegment, SegmentKey, Span, as_span, check_context, checked_ids, segment_key
+from polykv.pool.store import SegmentStore
 from polykv.pool.table import Entry, Table
+from polykv.pool.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +252,7 @@ class SharedKVPool:
             The segment; it counts as a handle.
         """
         chosen = get_codec(codec) if codec is not None else self.codec
-        token_ids = checked_ids(token_ids)
+        token_ids, salt = checked_ids(token_ids), salt_digest(salt)
         before = as_span(parent)
         check_context(self.model, token_ids, chosen, before)
         if anywhere:
@@ -331,7 +335,11 @@ class SharedKVPool:
     def segments(self) -> tuple[KVSegment, ...]:
         """The contexts that callers have built, without what requests have left."""
         with self._lock:
-            return tuple(entry.segment for entry in self._table if entry.segment is not None and not entry.cached)
+            return tuple(
+                entry.segment
+                for entry in self._table
+                if entry.segment is not None and (entry.handles or not entry.cached)
+            )
 
     @property
     def segment(self) -> KVSegment:
@@ -384,7 +392,9 @@ class SharedKVPool:
         salt: str = "",
     ) -> Lease | None:
         """Claims the segment of these tokens for a reader, or returns None if the pool does not hold it."""
-        key = self._key_of(token_ids, get_codec(codec) if codec is not None else self.codec, as_span(parent), salt)
+        key = self._key_of(
+            token_ids, get_codec(codec) if codec is not None else self.codec, as_span(parent), salt_digest(salt)
+        )
         with self._lock:
             entry = self._table.get(key)
             if entry is None or not self._table.bring(entry):
@@ -414,6 +424,20 @@ class SharedKVPool:
         if entry.handles > 0:
             entry.handles -= 1
         self._table.drop_if_unused(entry)
+
+    def keep(self, segment: KVSegment) -> KVSegment:
+        """Gives a handle back like :meth:`release`, but leaves the segment in the pool until room is needed."""
+        with self._lock:
+            entry = self._table.get(segment.key)
+            if entry is not None and entry.segment is segment:
+                entry.cached = True
+                self._give_handle_back(segment)
+        return segment
+
+    def clear(self) -> int:
+        """Drops everything that nobody holds or reads: what requests have left and cache marks asked for. Returns the bytes freed."""
+        with self._lock:
+            return self._table.forget_cached()
 
     def forget(self, segment: KVSegment) -> None:
         """As :meth:`release`, for finalizers: takes no lock, and takes effect at the next :meth:`sweep`."""
@@ -473,6 +497,127 @@ class SharedKVPool:
             mask[index, context : context + longest - len(row)] = 0
         return {"input_ids": ids, "attention_mask": mask}
 
+    # ------------------------------------------------------------------------------------ disk and workflow
+
+    def open_store(self, path: str | Path, *, max_bytes: int | None = None, read_only: bool = False) -> LoadReport:
+        """Uses a folder as the pool's second tier: what it holds for this model is found, and what has to go goes there.
+
+        Nothing but token ids is read now; a segment is mapped into memory and checked when a request needs it. Several processes may use
+        one folder.
+
+        Args:
+            path: the folder; it is made if it is not there.
+            max_bytes: budget of the folder; the least recently used segments are removed from it.
+            read_only: never write into it.
+
+        Returns:
+            How much can be used, and why the rest cannot.
+
+        Raises:
+            StoreError: the folder cannot be used at all.
+        """
+        store = SegmentStore(path, max_bytes=max_bytes, read_only=read_only)
+        with self._lock:
+            tier = DiskTier(self, self._table, store)
+            self._table.tier = tier
+            return tier.load()
+
+    def refresh_store(self) -> LoadReport:
+        """Looks for what other processes have put into the store since.
+
+        Raises:
+            InvalidRequestError: no store is open.
+        """
+        with self._lock:
+            if self._table.tier is None:
+                raise InvalidRequestError("this pool has no store; call open_store(path) first")
+            assert isinstance(self._table.tier, DiskTier)
+            return self._table.tier.load()
+
+    def save(self, path: str | Path | None = None) -> SaveReport:
+        """Writes everything in memory into a folder, so that another pool can open it; nothing leaves the memory.
+
+        Args:
+            path: the folder; that of :meth:`open_store` if None.
+
+        Raises:
+            StoreError: the folder cannot be used at all.
+            InvalidRequestError: no folder is given and no store is open.
+        """
+        with self._lock:
+            tier = self._table.tier
+            if path is not None and (
+                not isinstance(tier, DiskTier) or Path(path).resolve() != tier.store.path.resolve()
+            ):
+                tier = DiskTier(self, self._table, SegmentStore(path))
+            if not isinstance(tier, DiskTier):
+                raise InvalidRequestError("say where to save: this pool has no store (open_store)")
+            entries = self._table.with_requirements(entry for entry in self._table if entry.resident)
+            if tier is self._table.tier:
+                report = save_entries(tier, entries)
+                for entry in entries:
+                    entry.stored = entry.stored or entry.name in tier.store
+                return report
+        with self._table.holding(entries):
+            return save_entries(tier, entries)
+
+    def load(self, path: str | Path) -> LoadReport:
+        """Finds again what :meth:`save` has written; see :meth:`open_store`, whose ``read_only`` this is."""
+        return self.open_store(path, read_only=True)
+
+    def attach_graph(self, graph: Any) -> Workflow:
+        """Lets a LangGraph graph decide what is kept: first what its nodes will read soon (KVFlow, arXiv 2507.07400).
+
+        Requests tell which node they come from (``ChatPolyKV`` does that by itself). What only nodes read that run late goes first when room is
+        needed, and what nodes of the next step read is brought back from the store before they ask.
+
+        Args:
+            graph: a compiled graph; None takes the priorities away again.
+
+        Raises:
+            InvalidRequestError: it is no compiled graph.
+        """
+        workflow = Workflow(graph) if graph is not None else None
+        with self._lock:
+            self._table.workflow = workflow
+        return workflow  # type: ignore[return-value]
+
+    def observe(self, agent: str, step: int | None = None, run: str = "") -> None:
+        """A node of the attached graph makes a call now."""
+        workflow = self._table.workflow
+        if workflow is None:
+            return
+        workflow.observe(agent, step, run)
+        if self._table.tier is not None:
+            threading.Thread(target=self.prefetch, name="polykv-prefetch", daemon=True).start()
+
+    def call_ended(self, agent: str, run: str = "") -> None:
+        """A call that was observed has ended."""
+        workflow = self._table.workflow
+        if workflow is not None:
+            workflow.ended(agent, run)
+
+    def prefetch(self) -> int:
+        """Brings back from the store what agents of the next step read, as long as nothing they need sooner must go for it.
+
+        Returns:
+            Segments brought back.
+        """
+        with self._lock:
+            wanted = sorted(
+                (entry for entry in self._table if not entry.resident and self._table.steps_to_execution(entry) <= 1),
+                key=lambda entry: (self._table.steps_to_execution(entry), -entry.last_used),
+            )
+        done = 0
+        for entry in wanted if self._table.workflow is not None else ():
+            with self._lock:  # for each anew: requests must not wait for all of them
+                if self._table.get(entry.key) is not entry or entry.resident:
+                    continue
+                if not self._table.can_make_room(entry.num_bytes, later_than=self._table.steps_to_execution(entry)):
+                    break
+                done += self._table.bring(entry)
+        return done
+
     # ----------------------------------------------------------------------------------------- reporting
 
     @property
@@ -489,7 +634,7 @@ class SharedKVPool:
             table, segments = self._table, self.segments
             held = sum(segment.num_bytes for segment in segments)
             dense = sum(segment.dense_bytes for segment in segments)
-            cached = [entry for entry in table if entry.cached and entry.resident]
+            cached = [entry for entry in table if entry.cached and entry.resident and not entry.handles]
             return PoolStats(
                 num_bytes=table.num_bytes,
                 context_bytes=held,

@@ -18,7 +18,7 @@ import torch
 
 from polykv.codecs.exact import ExactCodec
 from polykv.errors import InvalidRequestError, PoolFullError
-from polykv.models.identity import segment_identity
+from polykv.models.identity import salt_digest, segment_identity
 from polykv.models.rope import check_shiftable
 from polykv.models.tails import Tail
 from polykv.pool.index import Tokens, as_tokens
@@ -55,7 +55,7 @@ class PrefixCache:
         seconds_saved: what computing the tokens that were found had taken.
     """
 
-    def __init__(self, pool: SharedKVPool, table: Table, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+    def __init__(self, pool: SharedKVPool, table: Table, lock: threading.RLock) -> None:
         self._pool, self._table, self._lock = pool, table, lock
         self._documents: dict[tuple[str, bytes], list[Entry]] = {}
         self.hit_tokens = self.published = 0
@@ -86,7 +86,7 @@ class PrefixCache:
         """
         known = base.end if base is not None else 0
         with self._lock:
-            root, skip = self._root(base, salt)
+            root, skip = self._root(base, salt_digest(salt))
             parts = self._table.match(root, as_tokens(token_ids)[skip:])
             span, _ = self._table.spans(base if skip else None, parts)
             if span is None or span.end <= known:
@@ -102,7 +102,7 @@ class PrefixCache:
     def stored_tokens(self, token_ids: Sequence[int], base: Span | None = None, *, salt: str = "") -> int:
         """How many tokens of a prompt the pool holds, ``base`` included, in memory or in its store; claims nothing."""
         with self._lock:
-            root, skip = self._root(base, salt)
+            root, skip = self._root(base, salt_digest(salt))
             return max(skip + self._held(root, as_tokens(token_ids)[skip:]), base.end if base is not None else 0)
 
     def _root(self, base: Span | None, salt: str) -> tuple[Root, int]:
@@ -140,7 +140,7 @@ class PrefixCache:
                 root = None
         entry = self._table.add(segment, root=root, path=path)
         if segment.exact_tokens:
-            self._documents.setdefault(self._fingerprint(segment.salt, entry.tokens), []).append(entry)
+            self.know_document(entry, segment.salt)
         return entry
 
     def publish(
@@ -171,7 +171,7 @@ class PrefixCache:
         Returns:
             A lease on a context of all these tokens; None if there is no room for them, and nothing has changed.
         """
-        end, start = len(token_ids), len(token_ids) - tail.length
+        end, start, salt = len(token_ids), len(token_ids) - tail.length, salt_digest(salt)
         with self._lock:
             root, skip = self._root(base, salt)
             path = as_tokens(token_ids)[skip:]
@@ -275,6 +275,13 @@ class PrefixCache:
             )
         check_shiftable(self._pool.model)
 
+    def know_document(self, entry: Entry, owner: str) -> None:
+        """Makes a segment that may stand anywhere findable; ``owner`` is the digest of its salt."""
+        with self._lock:
+            entries = self._documents.setdefault(self._fingerprint(owner, entry.tokens), [])
+            if entry not in entries:
+                entries.append(entry)
+
     def documents(self, token_ids: Sequence[int], after: int = 0, *, salt: str = "") -> list[tuple[int, Entry]]:
         """Stored documents (``anywhere=True``) in a prompt, the longest first where several begin, without overlap.
 
@@ -287,7 +294,7 @@ class PrefixCache:
             Position of the first token and entry of each, in order. A document at the very end of the prompt is left out: a
             token after it is needed for the answer.
         """
-        tokens = as_tokens(token_ids)
+        tokens, salt = as_tokens(token_ids), salt_digest(salt)
         found: list[tuple[int, Entry]] = []
         with self._lock:
             self._forget_gone()
@@ -308,6 +315,13 @@ class PrefixCache:
                 else:
                     position += 1
         return found
+
+    def bring(self, entry: Entry) -> KVSegment | None:
+        """An entry's segment, brought back from the store if need be; None if it cannot be used."""
+        with self._lock:
+            if self._table.get(entry.key) is not entry or not self._table.bring(entry):
+                return None
+            return entry.segment
 
     def place(
         self,

@@ -53,7 +53,7 @@ class KVSegment:
             segment can reach.
         report: what the build took.
         parent: what was before this segment when it was computed, or None for one that starts at position 0.
-        salt: whose it is; segments of different salts never serve each other's requests.
+        salt: digest of whose it is; segments of different salts never serve each other's requests.
         exact_tokens: so many first tokens are kept as they are whatever the codec, so that the segment can be read from any of
             them on: it may stand anywhere.
     """
@@ -230,7 +230,7 @@ class Span:
 
     @property
     def salt(self) -> str:
-        """Whose it is."""
+        """Digest of whose it is."""
         return self.segment.salt
 
     @cached_property

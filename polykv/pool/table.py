@@ -14,12 +14,7 @@ from typing import Protocol
 from polykv.errors import PoolFullError
 from polykv.pool.index import RadixIndex, Tokens, as_tokens
 from polykv.pool.segment import KVSegment, SegmentKey, Span, SpanKey
-
-try:
-    from polykv.pool.workflow import HORIZON, Workflow
-except ImportError:
-    HORIZON = 16
-    Workflow = object
+from polykv.pool.workflow import HORIZON, Workflow
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +139,8 @@ class Table:
         Returns:
             The last span, ``base`` if there is none, and the entries of those after ``base``.
         """
-        span, entries = base, []
+        span = base
+        entries: list[Entry] = []
         for entry, first, stop in parts:
             if not self.bring(entry, keep=entries):
                 break
@@ -317,11 +313,24 @@ class Table:
         pinned = self._pinned()
         return sum(entry.num_bytes for entry in self._entries.values() if entry.resident and entry not in pinned)
 
-    def can_make_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes fit, after evicting if need be."""
+    def can_make_room(self, num_bytes: int, later_than: int | None = None) -> bool:
+        """Whether so many bytes fit, after evicting if need be.
+
+        Args:
+            num_bytes: the bytes.
+            later_than: evict only what the workflow needs after more steps than this.
+        """
         if self.max_bytes is None or self.num_bytes + num_bytes <= self.max_bytes:
             return True
-        return self.num_bytes - self.evictable_bytes + num_bytes <= self.max_bytes
+        evictable = self.evictable_bytes
+        if later_than is not None:
+            pinned = self._pinned()
+            evictable = sum(
+                entry.num_bytes
+                for entry in self._entries.values()
+                if entry.resident and entry not in pinned and self.steps_to_execution(entry) > later_than
+            )
+        return self.num_bytes - evictable + num_bytes <= self.max_bytes
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts until so many bytes fit.

@@ -219,9 +219,9 @@ def _drawn(graph: Any) -> tuple[list[str], list[tuple[str, str]]]:
     edges = []
     for edge in drawn_edges:
         source, target = getattr(edge, "source", None), getattr(edge, "target", None)
-        if source not in nodes or target not in nodes:
+        if not isinstance(source, str) or not isinstance(target, str) or source not in nodes or target not in nodes:
             raise InvalidRequestError(f"{edge!r:.60} is no edge between the graph's nodes; {remedy}")
-        edges.append((str(source), str(target)))
+        edges.append((source, target))
     return [str(name) for name in nodes], edges
 
 
