@@ -11,16 +11,17 @@ def caller_of(run_manager: BaseCallbackManager | Any | None) -> dict[str, Any]:
     """The request's ``agent``, ``agent_step`` and ``agent_run`` from the metadata that LangGraph gives to its nodes' runs.
 
     A node of a subgraph is named ``parent:child``, as ``get_graph(xray=True)`` names it. Its supersteps are counted within the
-    subgraph, so they are left out.
+    subgraph, and those of a graph without a checkpointer start again with every call of it: then they are left out.
     """
     metadata = getattr(run_manager, "metadata", None) or {}
     node = metadata.get("langgraph_node")
     if not isinstance(node, str):
         return {}
-    path = [part.partition(":")[0] for part in str(metadata.get("langgraph_checkpoint_ns") or node).split("|")]
-    step = metadata.get("langgraph_step")
+    parts = [part.partition(":")[0] for part in str(metadata.get("langgraph_checkpoint_ns") or node).split("|")]
+    path = [part for part in parts if not part.isdigit()]  # LangGraph counts repeated calls of a subgraph
+    step, thread = metadata.get("langgraph_step"), metadata.get("thread_id")
     return {
         "agent": ":".join(path),
-        "agent_step": step if isinstance(step, int) and len(path) == 1 else None,
-        "agent_run": str(metadata.get("thread_id") or ""),
+        "agent_step": step if isinstance(step, int) and thread and len(path) == 1 else None,
+        "agent_run": str(thread or ""),
     }

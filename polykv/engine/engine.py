@@ -53,6 +53,8 @@ MIN_SHARED_TOKENS = 64
 """A request waits for one that is computing the same beginning if it saves at least so many tokens."""
 LOOK_AHEAD = 64
 """So many requests behind those that could start are looked at: some of them may start while others wait."""
+PREFIX_CACHE = True
+"""Whether engines have a prefix cache where nothing is said."""
 DETERMINISTIC_PREFIX_CACHE = (
     "deterministic=True and prefix_cache=True exclude each other: what is found decides where sums are cut, and so the last bits "
     "of a result; leave one out"
@@ -253,7 +255,7 @@ class Engine:
         self.tokenizer = tokenizer
         if deterministic and prefix_cache:
             raise InvalidRequestError(DETERMINISTIC_PREFIX_CACHE)
-        self.prefix_cache = not deterministic if prefix_cache is None else prefix_cache
+        self.prefix_cache = PREFIX_CACHE and not deterministic if prefix_cache is None else prefix_cache
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer, max_bytes=max_pool_bytes)
         self.pool.check_model(model, tokenizer)
         self._runner = ModelRunner(model, deterministic=deterministic)

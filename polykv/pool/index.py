@@ -97,7 +97,7 @@ class RadixIndex(Generic[T]):
             parent, count = last
             if count < len(parent.tokens):
                 self._split(parent, count)
-        node = Node(tokens[matched:], value, matched - first, parent)
+        node = Node(tokens[matched:].copy(), value, matched - first, parent)  # not a view of the whole prompt
         self._siblings(parent)[int(tokens[matched])] = node
         self._nodes.setdefault(id(value), []).append(node)
         return len(tokens) - matched

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from polykv.codecs import Codec
 from polykv.errors import InvalidRequestError, PromptTooLongError
-from polykv.models.identity import ModelIdentity
+from polykv.models.identity import ModelIdentity, segment_identity
 from polykv.models.support import embedding_weight, head_dim, max_positions
 from polykv_kernels import EncodedKV
 from polykv_kernels.layouts import tensor_bytes
 
+EXACT = "exact"
+"""Name of the codec that keeps keys and values as they are."""
 MAX_PARTS = 64
 """Parts of one segment whose views are kept: they are made anew otherwise, which takes a fraction of a millisecond."""
 
@@ -234,8 +236,27 @@ class Span:
         return self.segment.salt
 
     @cached_property
+    def lossless(self) -> bool:
+        """Whether the model would see the very same keys and values without the pool, up to the order of sums."""
+        segment = self.segment
+        own = segment.codec == EXACT and not segment.exact_tokens and not self.shift
+        return (
+            own
+            and (segment.parent is None or segment.parent.lossless)
+            and (self.before is None or self.before.lossless)
+        )
+
+    @cached_property
     def key(self) -> SpanKey:
-        """Key of the context: equal keys are read alike."""
+        """Key of the context: equal keys are read alike. A lossless one is its tokens, however they are cut into segments."""
+        if self.lossless:
+            whole = self.stop == self.segment.num_tokens
+            identity = (
+                self.segment.identity
+                if whole
+                else segment_identity(self.segment.model, self.context_ids.tolist(), self.segment.salt)
+            )
+            return ((identity, EXACT, 0, self.end, 0),)
         link = (*self.segment.key[1:], self.first, self.stop, self.shift)
         return (*(self.before.key if self.before is not None else ()), link)
 

@@ -540,7 +540,7 @@ def _sha256(path: Path) -> str:
 
 
 def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())) if tensor.numel() else 0
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
 
 
 def _flush(path: Path) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -108,7 +107,7 @@ class Table:
         self.workflow: Workflow | None = None
         self.evictions = self.demotions = self.restores = self.refused = 0
         self._entries: dict[SegmentKey, Entry] = {}
-        self._trees: defaultdict[Root, RadixIndex[Entry]] = defaultdict(RadixIndex)
+        self._trees: dict[Root, RadixIndex[Entry]] = {}
         self._clock = itertools.count(1)
 
     # ------------------------------------------------------------------------------------------ looking up
@@ -154,13 +153,19 @@ class Table:
         """Brings an entry back into memory if it is not there; False if that is not possible."""
         if entry.resident:
             return True
-        if self.tier is None or not all(self.bring(required, keep) for required in entry.requires):
+        if self.tier is None or self._entries.get(entry.key) is not entry:
             return False
-        held = [*keep, *entry.requires]
+        held = [*keep, *(required for required in entry.requires if required.resident)]
+        for required in entry.requires:
+            if not self.bring(required, held):
+                return False
+            held.append(required)
         with self.holding(held):
             if not self.can_make_room(entry.num_bytes):
                 return False
             self.make_room(entry.num_bytes)
+            if self._entries.get(entry.key) is not entry:  # it was pushed out of the store
+                return False
             segment = self.tier.restore(entry)
             if segment is None:
                 self._discard(entry)
@@ -183,10 +188,10 @@ class Table:
         path: Sequence[int] | Tokens = (),
         cached: bool = False,
     ) -> Entry:
-        """Takes a segment in.
+        """Takes a segment in. An entry that is in memory already (the same was computed twice) keeps the segment it has.
 
         Args:
-            segment: not in the table yet; the entries of its parents must be.
+            segment: the entries of its parents must be in memory.
             root: the tree in which prompts find it, or None.
             path: tokens from the root on up to the segment's end.
             cached: keep it without handles.
@@ -196,28 +201,28 @@ class Table:
         """
         requires = [self._entries[span.segment.key] for span in (segment.parent.chain if segment.parent else ())]
         tokens = as_tokens(segment.token_ids.numpy())
-        known = self._entries.get(segment.key)
-        if known is not None and not all(self.bring(required, requires) for required in known.requires):
-            self._discard(known)
-            known = None
-        if known is not None:  # it is in the store only, and has been computed again
-            assert not known.resident
-            with self.holding(requires):
+        held = requires
+        entry = self._entries.get(segment.key)
+        if entry is not None and not entry.resident:  # it is in the store only, and has been computed again
+            held = [*requires, *(required for required in entry.requires if required.resident)]
+            for required in entry.requires:
+                if not self.bring(required, held):
+                    self._discard(entry)
+                    break
+                held.append(required)
+        if entry is None or not entry.resident:
+            with self.holding(held):
                 self.make_room(segment.num_bytes)
-            known.segment, known.num_bytes = segment, segment.num_bytes
-            known.cached = known.cached or cached
-            self._count_in(known)
-            return known
-        with self.holding(requires):
-            self.make_room(segment.num_bytes)
-        entry = Entry(segment.key, tokens, segment.num_bytes, segment.report.seconds, segment, cached=cached)
-        if root is not None and self._trees[root].insert(as_tokens(path), entry, len(path) - len(tokens)):
-            entry.root = root
-            # what comes before it in the tree is read with it, even if it was computed without (a share of the same text)
-            requires += [lead for lead in self._trees[root].leads(entry) if lead not in requires]
-        entry.requires = tuple(dict.fromkeys(requires))
-        self._entries[entry.key] = entry
-        self._count_in(entry)
+            entry = self._entries.get(segment.key)  # making room may have cost it its place in the store
+            if entry is None:
+                needed = tuple(dict.fromkeys(requires))
+                entry = Entry(segment.key, tokens, segment.num_bytes, segment.report.seconds, segment, needed)
+                self._entries[entry.key] = entry
+            entry.segment, entry.num_bytes = segment, segment.num_bytes
+            self._count_in(entry)
+        entry.cached = entry.cached or cached
+        if root is not None and entry.root is None:
+            self._plant(entry, root, as_tokens(path))
         return entry
 
     def add_stored(
@@ -230,14 +235,14 @@ class Table:
         root: Root | None,
         path: Tokens,
     ) -> Entry | None:
-        """Takes in what is in the store, without reading it; None if its tokens are found elsewhere already."""
+        """Takes in what is in the store, without reading it; None if it or its tokens are found elsewhere already."""
+        if key in self._entries:
+            return None
         entry = Entry(key, tokens, num_bytes, seconds, None, tuple(requires), cached=True, stored=True)
-        if root is not None:
-            if self._trees[root].insert(path, entry, len(path) - len(tokens)) != len(tokens):
-                if entry in self._trees[root]:
-                    self._trees[root].remove(entry)
-                return None
-            entry.root = root
+        if root is not None and self._plant(entry, root, path) != len(tokens):
+            if entry.root is not None:
+                self._trees[root].remove(entry)
+            return None
         self._entries[key] = entry
         self.touch([entry])
         return entry
@@ -282,9 +287,10 @@ class Table:
 
     def drop_if_unused(self, entry: Entry) -> None:
         """Lets go of an entry that nobody wants any more and that is not cached, with the cached ones that build on it."""
-        if entry.cached or entry.handles or entry.leases or not entry.resident:
+        if entry.handles or entry.leases or not entry.resident or self._entries.get(entry.key) is not entry:
             return
-        if self._entries.get(entry.key) is not entry:
+        if entry.cached:
+            self._drop_uncached(entry)
             return
         for other in self._needing(entry):
             if other.cached and not other.leases and not other.handles:
@@ -298,7 +304,7 @@ class Table:
         while leaves := [entry for entry in self._entries.values() if entry.cached and entry.unused]:
             done = 0
             for entry in leaves:
-                if entry.root is None or not self._trees[entry.root].has_followers(entry):
+                if self._entries.get(entry.key) is entry and not self._needing(entry):
                     self._remove(entry)
                     done += 1
             if not done:
@@ -377,8 +383,18 @@ class Table:
         for entry in self._entries.values():
             if entry.resident and (entry.leases or entry.handles or not entry.cached):
                 pinned.add(entry)
-                pinned.update(entry.requires)
+                pinned.update(self._needed(entry))
         return pinned
+
+    def _needed(self, entry: Entry) -> list[Entry]:
+        """All that an entry requires, and what that requires."""
+        found = dict.fromkeys(entry.requires)
+        waiting = list(found)
+        while waiting:
+            more = [other for other in waiting.pop().requires if other not in found]
+            found.update(dict.fromkeys(more))
+            waiting += more
+        return list(found)
 
     def _needing(self, entry: Entry) -> list[Entry]:
         return [other for other in self._entries.values() if entry in other.requires]
@@ -403,6 +419,31 @@ class Table:
         if entry.unused and not self._needing(entry) and self._entries.get(entry.key) is entry:
             self._remove(entry)
 
+    def _drop_uncached(self, entry: Entry) -> None:
+        """Lets go of what an entry required that is not used any more, if it is not cached itself."""
+        for required in self._needed(entry):
+            if not required.cached:
+                self.drop_if_unused(required)
+
+    def _plant(self, entry: Entry, root: Root, path: Tokens) -> int:
+        """Puts an entry into a tree; returns how many of its tokens were not there yet, 0 if it is left out."""
+        tree = self._trees.get(root) or RadixIndex()
+        added = tree.insert(path, entry, len(path) - len(entry.tokens))
+        if not added:
+            return 0
+        # what comes before it in the tree is read with it, even if it was computed without (a share of the same text)
+        leads = tree.leads(entry)
+        if entry.resident and not all(lead.resident for lead in leads):
+            tree.remove(entry)  # reading it must not depend on what is in the store only
+            return 0
+        more = [lead for lead in leads if lead not in entry.requires]
+        entry.requires, entry.root = (*entry.requires, *more), root
+        if entry.resident:
+            for lead in more:
+                lead.dependents += 1
+        self._trees[root] = tree
+        return added
+
     def _discard(self, entry: Entry) -> None:
         """Forgets an entry of the store that turned out unusable, with those that build on it."""
         entry.stored = False
@@ -418,8 +459,7 @@ class Table:
             self._count_out(entry)
             entry.segment = None
         del self._entries[entry.key]
-        for required in entry.requires:
-            self.drop_if_unused(required)
+        self._drop_uncached(entry)
 
 
 class _Holding:

@@ -7,6 +7,12 @@ import pytest
 from polykv_agents import ChatPolyKV, SharedContext
 
 
+@pytest.fixture(autouse=True)
+def _no_prefix_cache_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests here compare whole messages, counts of what came from the pool included, of calls that are repeated."""
+    monkeypatch.setattr("polykv.engine.engine.PREFIX_CACHE", False)
+
+
 @pytest.fixture
 def ctx(llm: ChatPolyKV, request: pytest.FixtureRequest) -> SharedContext:
     """The file's document, shared."""

@@ -129,7 +129,7 @@ class TestFanOut:
         created = [m.usage_metadata["input_token_details"]["cache_creation"] for m in messages]
         assert sum(count > 0 for count in created) == 1
         assert sum(cache_read(m) == max(created) for m in messages) == 63
-        assert len(llm.pool.segments) == 1 and llm.pool.num_leases == 0
+        assert llm.pool.stats().cached_segments == 1 and llm.pool.num_leases == 0
 
     def test_answers_do_not_depend_on_company(self, make: Any) -> None:
         llm = make(lambda prompt: question_of(prompt)[::-1], temperature=1, seed=3)

@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 
 from polykv.errors import ContextReleasedError, IncompatiblePoolError, InvalidRequestError, SharedContextMissing
 from polykv_agents import ChatPolyKV, SharedContext
-from polykv_agents.contexts import MAX_MARKED, contexts_of
+from polykv_agents.contexts import contexts_of
 
 DOCUMENT = "The carrier bears the risk until the goods are handed over. " * 6
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -78,7 +78,7 @@ class TestMarks:
         assert (again, none) == (created, 0)
         read, more = details(ask("b"))
         assert 0 < read < created and more > 0
-        assert len(llm.pool.segments) == 3
+        assert llm.pool.stats().cached_segments == 3
 
     def test_cold_marks_of_many_threads_and_tasks_are_built_once(self, llm: ChatPolyKV) -> None:
         with ThreadPoolExecutor(8) as threads:
@@ -92,7 +92,7 @@ class TestMarks:
             created = [details(message)[1] for message in group]
             assert sum(count > 0 for count in created) == 1
             assert {sum(details(message)) for message in group} == {max(created)}
-        assert len(llm.pool.segments) == 2
+        assert llm.pool.stats().cached_segments == 2
         assert llm.pool.num_leases == 0
 
     def test_streams_say_the_same(self, llm: ChatPolyKV) -> None:
@@ -103,18 +103,19 @@ class TestMarks:
         assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1
         assert details(next(c for c in chunks if c.usage_metadata)) == details(whole)
 
-    def test_least_recently_used_contexts_of_marks_go_first(self, llm: ChatPolyKV) -> None:
-        for number in range(MAX_MARKED + 3):
+    def test_least_recently_used_contexts_of_marks_go_first(self, tiny_llama: Any) -> None:
+        llm = ChatPolyKV(
+            model=tiny_llama, tokenizer=tiny_tokenizer(), codec="exact", max_pool_bytes=2_000_000
+        )
+        for number in range(8):
             llm.invoke(marked(document=f"{number} {DOCUMENT}"), max_tokens=1)
-        gc.collect()
-        llm.pool.sweep()
-        assert len(llm.pool.segments) == MAX_MARKED
-        assert details(llm.invoke(marked(document=f"{MAX_MARKED + 2} {DOCUMENT}"), max_tokens=1))[1] == 0
+        stats = llm.pool.stats()
+        assert stats.evictions > 0 and stats.num_bytes <= 2_000_000
+        assert details(llm.invoke(marked(document=f"7 {DOCUMENT}"), max_tokens=1))[1] == 0
         assert details(llm.invoke(marked(document=f"0 {DOCUMENT}"), max_tokens=1))[1] > 0
-        assert contexts_of(llm.engine).clear_marked() == MAX_MARKED
-        gc.collect()
-        llm.pool.sweep()
-        assert llm.pool.segments == ()
+        llm.pool.clear()
+        assert llm.pool.stats().num_bytes == 0
+        llm.close()
 
     def test_a_short_beginning_is_computed_anew_and_the_answer_says_why(
         self, llm: ChatPolyKV, caplog: pytest.LogCaptureFixture
@@ -153,12 +154,12 @@ class TestMarks:
 
         def first() -> None:
             with pytest.raises(KeyboardInterrupt):
-                contexts.build_marked(("k", "exact"), interrupted)
+                contexts.build_once(("k", "exact"), interrupted)
 
         with ThreadPoolExecutor(2) as threads:
             one = threads.submit(first)
             assert begun.wait(30)
-            other = threads.submit(contexts.build_marked, ("k", "exact"), lambda: built)
+            other = threads.submit(contexts.build_once, ("k", "exact"), lambda: built)
             let_go.set()
             one.result(30)
             assert other.result(30) == (built, True)
