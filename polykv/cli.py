@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process by default; returns the exit status."""
     from polykv import __version__
 
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["pool"]:  # has sub-commands of its own
+        from polykv.pool_cli import run_pool
+
+        return run_pool(given[1:])
     parser = argparse.ArgumentParser(prog="polykv", description="One compressed KV cache, read by many LLM agents.")
     parser.add_argument("--version", action="version", version=f"polykv {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     status: int = options.run(options)
     return status
 
@@ -153,8 +158,19 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """``main`` hands the arguments of ``polykv pool`` on before they are parsed here."""
+
+
+def _pool(options: argparse.Namespace) -> int:
+    from polykv.pool_cli import run_pool
+
+    return run_pool([])
+
+
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "tell what PolyKV uses on this machine, and why", _doctor_arguments, _doctor),
+    Command("pool", "look at, check and clean up a folder that a pool was saved in", _no_arguments, _pool),
 )
 
 

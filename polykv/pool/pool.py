@@ -683,6 +683,24 @@ class SharedKVPool:
         head = f"Shared KV pool: {tokens} tokens in {stats.num_segments} segment(s), model in {self.model.dtype}"
         return "\n".join([head, *(f"  {label:<26}{format_bytes(n):>10}  {note}".rstrip() for label, n, note in rows)])
 
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws what the pool holds: a row a segment, as long as its tokens, with bytes, hits and readers. Needs matplotlib.
+
+        Args:
+            path: where to save the picture; not saved if None.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed (``pip install polykv[eval]``).
+        """
+        from polykv.pool.plot import draw
+
+        with self._lock:
+            self.sweep()
+            return draw(self._table, path)
+
     def check_model(self, model: PreTrainedModel, tokenizer: Any | None = None) -> None:
         """Refuses a model or tokenizer other than the pool's.
 
