@@ -104,9 +104,7 @@ class TestMarks:
         assert details(next(c for c in chunks if c.usage_metadata)) == details(whole)
 
     def test_least_recently_used_contexts_of_marks_go_first(self, tiny_llama: Any) -> None:
-        llm = ChatPolyKV(
-            model=tiny_llama, tokenizer=tiny_tokenizer(), codec="exact", max_pool_bytes=2_000_000
-        )
+        llm = ChatPolyKV(model=tiny_llama, tokenizer=tiny_tokenizer(), codec="exact", max_pool_bytes=2_000_000)
         for number in range(8):
             llm.invoke(marked(document=f"{number} {DOCUMENT}"), max_tokens=1)
         stats = llm.pool.stats()

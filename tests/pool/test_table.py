@@ -385,10 +385,7 @@ class Naive:
             self.plant(key, root, path)
 
 
-def tokens_of(values: tuple[int, ...]) -> list[int]:
-    return list(values)
-
-
+moods = st.sampled_from((0, 0, 0, 1, 2))
 token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 salts = st.sampled_from(("", "", "other"))
 numbers = st.integers(0, 1000)
@@ -399,7 +396,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @initialize(
         max_bytes=st.sampled_from((None, *(tokens * (TOKEN_BYTES + 4) for tokens in (8, 12, 12, 20, 20, 30)))),
-        tier=st.booleans(),
+        tier=st.sampled_from((True, True, False)),
         workflow=st.booleans(),
     )
     def start(self, max_bytes: int | None, tier: bool, workflow: bool) -> None:
@@ -518,7 +515,21 @@ class TableMachine(RuleBasedStateMachine):
         slack=st.integers(0, 2),
         agent=st.sampled_from((None, *AGENTS)),
         join=st.booleans(),
+        read=st.sampled_from((False, False, True)),
     )
+    def request(
+        self, number: int, salt: str, own: list[int], slack: int, agent: str | None, join: bool, read: bool
+    ) -> None:
+        leases = len(self.leases)
+        self.publish(number, salt, own, slack, agent, join)
+        while not read and len(self.leases) > leases:
+            self.unlease(leases)
+
+    @rule(prompts=st.lists(token_lists, min_size=2, max_size=6), agent=st.sampled_from(AGENTS), slack=st.integers(0, 1))
+    def requests(self, prompts: list[list[int]], agent: str, slack: int) -> None:
+        for own in prompts:
+            self.request(0, "", own, slack, agent, join=False, read=False)
+
     def publish(self, number: int, salt: str, own: list[int], slack: int, agent: str | None, join: bool) -> None:
         base = self.context(number)
         if base is not None:
@@ -580,8 +591,9 @@ class TableMachine(RuleBasedStateMachine):
         form=st.sampled_from(("exact", "exact", "lossy", "anywhere")),
         cut=st.integers(0, 3),
         slack=st.integers(0, 2),
+        hold=st.booleans(),
     )
-    def build(self, number: int, salt: str, own: list[int], form: str, cut: int, slack: int) -> None:
+    def build(self, number: int, salt: str, own: list[int], form: str, cut: int, slack: int, hold: bool) -> None:
         parent = self.context(number) if form != "anywhere" else None
         if parent is not None:
             salt = parent.salt
@@ -616,6 +628,8 @@ class TableMachine(RuleBasedStateMachine):
             self.naive.records[segment.key].handles += 1
         if parent is not None:
             self.unlease(len(self.leases) - 1)
+        if built is not None and not hold:
+            self.release(len(self.handles) - 1, keep=True)
 
     @rule(number=numbers, which=numbers, cut=st.integers(0, 2))
     def place(self, number: int, which: int, cut: int) -> None:
@@ -640,11 +654,13 @@ class TableMachine(RuleBasedStateMachine):
     def end_lease(self, number: int) -> None:
         self.unlease(number % len(self.leases))
 
-    @precondition(lambda self: len(self.leases) > 2)
-    @rule(number=numbers)
-    def end_more_leases(self, number: int) -> None:
-        for _ in range(len(self.leases) - 1):
-            self.unlease(number % len(self.leases))
+    @precondition(lambda self: self.leases or self.handles)
+    @rule(keep=st.booleans())
+    def end_all(self, keep: bool) -> None:
+        while self.leases:
+            self.unlease(0)
+        while self.handles:
+            self.release(0, keep)
 
     @precondition(lambda self: self.handles)
     @rule(number=numbers, keep=st.booleans())
@@ -660,8 +676,9 @@ class TableMachine(RuleBasedStateMachine):
         self.table.drop_if_unused(entry)
         self.naive.drop_if_unused(segment.key)
 
-    @rule(tokens=st.integers(1, 14))
-    def make_room(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 30), mood=moods)
+    def make_room(self, tokens: int, mood: int) -> None:
+        self.tier.mood = mood
         before = self.state()
         wanted = tokens * TOKEN_BYTES
         fits = self.naive.fits(wanted)
@@ -676,35 +693,86 @@ class TableMachine(RuleBasedStateMachine):
             self.naive.refused += 1
             assert self.state() == before
 
-    @rule(number=numbers)
-    def evict(self, number: int) -> None:
+    @rule(number=numbers, mood=moods)
+    def evict(self, number: int, mood: int) -> None:
+        self.tier.mood = mood
         unused = [entry for entry in self.table if entry.resident and entry.cached and entry.unused]
         if unused:
             entry = unused[number % len(unused)]
             self.table.evict(entry)
             self.naive.evict(entry.key)
 
-    @rule(number=numbers)
-    def bring(self, number: int) -> None:
-        stored = [entry for entry in self.table if not entry.resident]
-        if stored:
-            entry = stored[number % len(stored)]
-            assert self.table.bring(entry) == self.naive.bring(entry.key)
-
-    @rule(mood=st.integers(0, 4))
-    def tier_mood(self, mood: int) -> None:
+    @precondition(lambda self: any(not entry.resident for entry in self.table))
+    @rule(number=numbers, lose=st.sampled_from((None, None, None, 0, 1, 2)), mood=moods)
+    def bring(self, number: int, lose: int | None, mood: int) -> None:
         self.tier.mood = mood
+        stored = [entry for entry in self.table if not entry.resident]
+        entry = stored[number % len(stored)]
+        if lose is not None:  # its file, or that of something it was computed over
+            name = [entry, *entry.requires][lose % (1 + len(entry.requires))].name
+            self.tier.lost.add(name)
+            self.naive.lost.add(name)
+        assert self.table.bring(entry) == self.naive.bring(entry.key)
+
+    @precondition(lambda self: any(not entry.resident for entry in self.table))
+    @rule(number=numbers, slack=st.integers(0, 1), hold=st.booleans())
+    def compute_again(self, number: int, slack: int, hold: bool) -> None:
+        """What is in the store only is computed once more over the same, by somebody who did not look there."""
+        stored = [entry for entry in self.table if not entry.resident]
+        key = stored[number % len(stored)].key
+        old: KVSegment = self.tier.files[key]["segment"]
+        parent: Span | None = None
+        for span in old.parent.chain if old.parent is not None else ():
+            before = self.table.get(span.segment.key)
+            if before is None or before.segment is None:
+                return
+            parent = Span(before.segment, span.first, span.stop, span.at, parent)
+        if parent is not None:
+            self.lease(parent, None)
+        segment = KVSegment(
+            old.identity,
+            MODEL,
+            old.codec,
+            old.token_ids.clone(),
+            (layer_of(old.start, old.num_tokens, slack),),
+            old.report,
+            parent,
+            old.salt,
+            old.exact_tokens,
+        )
+        taken = self.add(segment, None, [], cached=True)
+        if parent is not None:
+            self.unlease(len(self.leases) - 1)
+        if taken is not None and hold and self.table.get(key) is not None:
+            self.lease(taken.whole, None)
+
+    @precondition(lambda self: any(entry.resident for entry in self.table))
+    @rule(number=numbers, cached=st.booleans())
+    def computed_twice(self, number: int, cached: bool) -> None:
+        """Two have computed the same: the second finds it in the table when it is done."""
+        resident = [entry.segment for entry in self.table if entry.segment is not None]
+        segment = resident[number % len(resident)]
+        again = segment_of(
+            segment.token_ids.tolist(),
+            segment.parent,
+            salt=segment.salt,
+            codec=segment.codec,
+            anywhere=segment.exact_tokens > 0,
+        )
+        root, path = None, []
+        if segment.codec == "exact":
+            root, skip = self.root(segment.parent, segment.salt)
+            path = segment.context_ids.tolist()[skip:]
+            if sum(stop - first for _, first, stop in self.naive.match(root, path)) < len(path) - segment.num_tokens:
+                root = None
+        assert self.add(again, root, path, cached) is segment
 
     @precondition(lambda self: self.tier.files)
-    @rule(number=numbers)
-    def lose(self, number: int) -> None:
-        name = entry_name(list(self.tier.files)[number % len(self.tier.files)])
-        self.tier.lost.add(name)
-        self.naive.lost.add(name)
-
-    @rule()
-    def load(self) -> None:
+    @rule(forget=st.booleans())
+    def load(self, forget: bool) -> None:
         """What the store still holds becomes known again."""
+        if forget:
+            self.forget_cached()
         for key, file in self.tier.files.items():
             segment: KVSegment = file["segment"]
             path = segment.context_ids.tolist()
