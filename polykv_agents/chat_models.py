@@ -32,6 +32,7 @@ from polykv.models.loading import DEFAULT_MODEL, ProgressCallback, positions_of
 from polykv.models.support import max_positions
 from polykv.pool import SharedKVPool
 from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS
+from polykv.pool.segment import EXACT
 from polykv_agents.answers import AnswerReader
 from polykv_agents.callers import caller_of
 from polykv_agents.calls import (
@@ -195,6 +196,9 @@ class ChatPolyKV(BaseChatModel):
     prefix_cache: bool | None = None
     """Whether calls read what earlier ones have left of their prompts' beginnings, and leave their own prompt and answer: with
     the same answers, sooner. On by default, but not with ``deterministic``."""
+    prefix_codec: str = EXACT
+    """How prompts are left that nobody has marked: ``exact`` (the same answers as without), or a codec, which takes a fraction of the
+    bytes, with its loss; then what is found ends after a multiple of 256 tokens."""
     max_pool_bytes: float | None = None
     """Budget of the pool, shared contexts included; half of the memory that is free when the model is loaded by default.
     What earlier calls have left goes first, the least recently used."""
@@ -256,6 +260,7 @@ class ChatPolyKV(BaseChatModel):
             raise InvalidRequestError(f"tokenizer= goes with a loaded model, but model is the name {model!r}")
         super().__init__(model=model, **kwargs)  # type: ignore[call-arg]
         get_codec(self.codec)
+        get_codec(self.prefix_codec)
         if self.tool_format is not None:
             get_format(self.tool_format)
         request_options(self, {})
@@ -274,6 +279,7 @@ class ChatPolyKV(BaseChatModel):
             self.prefix_cache,
             self.max_pool_bytes,
             self.pool_dir,
+            self.prefix_codec,
         )
         self._reference = EngineReference(spec, weights)
         if self.profile is None:

@@ -31,16 +31,17 @@ from polykv.errors import (
     EngineOverloaded,
     IncompatiblePoolError,
     InvalidRequestError,
+    PoolFullError,
     RequestCancelledError,
     RequestTimeoutError,
 )
 from polykv.models.attention import attach
 from polykv.models.loading import ProgressCallback
-from polykv.models.support import embedding_weight
+from polykv.models.support import embedding_weight, head_dim
 from polykv.pool.build import SegmentBuild
 from polykv.pool.index import common_prefix
 from polykv.pool.pool import SharedKVPool, check_length
-from polykv.pool.segment import KVSegment, Span, as_span, check_context, checked_ids
+from polykv.pool.segment import EXACT, KVSegment, Span, as_span, check_context, checked_ids
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ DEFAULT_MAX_WAITING = 4096
 DEFAULT_TOKEN_BUDGET = 512
 GATHER_SECONDS = 0.005
 """An idle engine waits this long after the first request, so that a fan-out starts in one forward together."""
+CELL_TOKENS = 256
+"""Tokens of a cell, the unit in which prompts are found that are left with another codec than ``exact``: a multiple of the 64 tokens
+that share their scales, so that a cell does not depend on what comes after it."""
 MIN_SHARED_TOKENS = 64
 """A request waits for one that is computing the same beginning if it saves at least so many tokens."""
 LOOK_AHEAD = 64
@@ -150,6 +154,7 @@ class _BuildJob:
     anywhere: bool = False
     events: queue.SimpleQueue[tuple[str, Any]] | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    cell: bool = False  # of prompts that nobody has marked
     cancelled: bool = False
     aside: bool = False  # another thread builds the same text: others go first
 
@@ -161,15 +166,12 @@ class _BuildJob:
     def priority(self) -> int:
         return max((sequence.handle.request.priority for sequence in self.sequences), default=0)
 
-    def serves(self, request: Request) -> bool:
-        """Whether a request waits for the same context."""
-        return (
-            self.events is None
-            and self.parent is request.segment
-            and self.salt == request.salt
-            and self.codec == request.codec
-            and self.token_ids == _context_of(request)
-        )
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Requests that wait for equal ones wait for one build."""
+        span = as_span(self.parent)
+        codec = self.codec.name if isinstance(self.codec, Codec) else self.codec
+        return (self.token_ids, codec, span.key if span is not None else (), self.salt, self.cell)
 
 
 def _context_of(request: Request) -> tuple[int, ...]:
@@ -222,6 +224,9 @@ class Engine:
         fast_forward: tokens that a grammar leaves no choice about are computed together, not one a step.
         prefix_cache: requests read what the pool holds of their prompts' beginnings, and leave their prompts and answers there.
             On by default, but not with ``deterministic``: where a context is cut changes the order in which sums are rounded.
+        prefix_codec: how prompts are left. ``"exact"`` finds them token for token. With another codec a prompt is cut into cells
+            of 256 tokens, each computed over the stored form of those before it: smaller, with that codec's loss, and the same
+            whoever came first; what is found ends with a cell. What comes after the last cell stays exact.
         max_pool_bytes: budget of the pool that is made if none is given; see :class:`SharedKVPool`.
 
     Attributes:
@@ -247,6 +252,7 @@ class Engine:
         deterministic: bool = False,
         fast_forward: bool = True,
         prefix_cache: bool | None = None,
+        prefix_codec: str | Codec = EXACT,
         max_pool_bytes: float | None = None,
     ) -> None:
         check_counts(max_batch=max_batch, max_waiting=max_waiting, token_budget=token_budget, num_threads=num_threads)
@@ -256,6 +262,9 @@ class Engine:
         if deterministic and prefix_cache:
             raise InvalidRequestError(DETERMINISTIC_PREFIX_CACHE)
         self.prefix_cache = PREFIX_CACHE and not deterministic if prefix_cache is None else prefix_cache
+        self._cell_codec = None if prefix_codec == EXACT or not self.prefix_cache else get_codec(prefix_codec)
+        if self._cell_codec is not None:
+            self._cell_codec.check_head_dim(head_dim(model.config))
         self.pool = pool if pool is not None else SharedKVPool(model, tokenizer, max_bytes=max_pool_bytes)
         self.pool.check_model(model, tokenizer)
         self._runner = ModelRunner(model, deterministic=deterministic)
@@ -324,6 +333,9 @@ class Engine:
                 processors,
                 fast_forward=self._fast_forward,
             )
+            if not to_build:
+                self._find_cells(sequence)
+                lease = sequence.lease
             with self._changed:
                 self._check_open()
                 self._check_room()
@@ -331,7 +343,7 @@ class Engine:
                 if to_build:
                     self._await_context(sequence)
                 else:
-                    self._scheduler.queue(sequence)
+                    self._line_up(sequence)
                 self._changed.notify()
         except BaseException:
             if lease is not None:
@@ -368,13 +380,43 @@ class Engine:
 
     def _await_context(self, sequence: Sequence) -> None:
         request = sequence.handle.request
-        for job in self._builds:
-            if job.serves(request):
-                job.sequences.append(sequence)
+        self._await(_BuildJob(_context_of(request), request.codec, request.segment, request.salt), sequence)
+
+    def _await(self, job: _BuildJob, sequence: Sequence) -> None:
+        """Puts a sequence behind a build, the same for all that want the same; the caller holds the lock."""
+        for other in self._builds:
+            if other.events is None and other.key == job.key:
+                other.sequences.append(sequence)
                 return
-        self._builds.append(
-            _BuildJob(_context_of(request), request.codec, request.segment, request.salt, sequences=[sequence])
-        )
+        job.sequences.append(sequence)
+        self._builds.append(job)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        """Queues a sequence, or has the next cell of its prompt built if there is one; the caller holds the lock."""
+        ids = sequence.handle.request.token_ids
+        end = sequence.position + CELL_TOKENS
+        if self._cell_codec is None or end > len(ids) - 1:
+            self._scheduler.queue(sequence)
+            return
+        parent = sequence.lease.span if sequence.lease is not None else None
+        cell = ids[sequence.position : end]
+        self._await(_BuildJob(cell, self._cell_codec, parent, sequence.handle.request.salt, cell=True), sequence)
+
+    def _find_cells(self, sequence: Sequence) -> None:
+        """Lets a sequence read the cells of its prompt that the pool holds."""
+        request = sequence.handle.request
+        while self._cell_codec is not None and sequence.position + CELL_TOKENS <= len(request.token_ids) - 1:
+            lease = self.pool.prefix.find_cell(
+                request.token_ids[sequence.position : sequence.position + CELL_TOKENS],
+                self._cell_codec,
+                sequence.lease.span if sequence.lease is not None else None,
+                salt=request.salt,
+                owner=sequence.handle,
+                agent=request.agent,
+            )
+            if lease is None:
+                return
+            sequence.found(lease)
 
     def generate(
         self, token_ids: Seq[int], sampling: SamplingParams | None = None, segment: KVSegment | None = None
@@ -700,19 +742,33 @@ class Engine:
             if not self._tell(job, event) and kind == "done":
                 self.pool.release(value)
             return
-        if kind == "error":
+        if kind == "error" and not (job.cell and isinstance(value, PoolFullError)):
             for sequence in sequences:  # each its own: a traceback grows with every raise
                 self._end(sequence, _copy_of(value))
             return
-        for sequence in sequences:
-            sequence.found(self.pool.lease(value, owner=sequence.handle))
-        with self._lock:
-            open_ = self._closed is None
-            for sequence in sequences if open_ else ():
-                self._scheduler.queue(sequence)
+        if kind == "error":  # a cell that finds no room: the rest of the prompt is computed as it is
+            with self._lock:
+                open_ = self._closed is None
+                for sequence in sequences if open_ else ():
+                    self._scheduler.queue(sequence)
+        else:
+            for number, sequence in enumerate(sequences):
+                computed = sequence.computed_cells + (CELL_TOKENS if job.cell and not number else 0)
+                sequence.found(self.pool.lease(value, owner=sequence.handle))
+                sequence.charge(computed)
+                if job.cell:
+                    self._find_cells(sequence)
+                    sequence.charge(computed)
+            if job.cell:
+                self.pool.keep(value)
+            with self._lock:
+                open_ = self._closed is None
+                for sequence in sequences if open_ else ():
+                    self._line_up(sequence)
         for sequence in sequences if not open_ else ():  # closed meanwhile: _die has not seen these
             self._end(sequence, EngineClosedError(str(self._closed)))
-        self.pool.release(value)  # from now on the readers' leases keep it
+        if kind == "done" and not job.cell:
+            self.pool.release(value)  # from now on the readers' leases keep it
 
     def _admit(self) -> None:
         """Starts requests in their order; one whose beginning another is computing right now waits for it."""

@@ -37,6 +37,7 @@ from polykv.models.loading import (
     load_model,
 )
 from polykv.pool.budget import checked_budget
+from polykv.pool.segment import EXACT
 
 OBJECT_PREFIX = "object:"
 
@@ -74,6 +75,7 @@ class EngineSpec:
     prefix_cache: bool | None = None
     max_pool_bytes: float | None = None
     pool_dir: str | None = None
+    prefix_codec: str = EXACT
 
     def __post_init__(self) -> None:
         check_counts(max_batch=self.max_batch, max_waiting=self.max_waiting, num_threads=self.num_threads)
@@ -201,6 +203,7 @@ class EngineReference:
                     num_threads=spec.num_threads,
                     deterministic=spec.deterministic,
                     prefix_cache=spec.prefix_cache,
+                    prefix_codec=spec.prefix_codec,
                     max_pool_bytes=spec.max_pool_bytes,
                 )
                 if spec.pool_dir is not None:

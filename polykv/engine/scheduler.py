@@ -73,6 +73,7 @@ class Sequence:
         position: absolute position of ``pending[0]``.
         jumps: stored documents in the rest of the prompt, in order.
         cached_tokens: tokens of the prompt that are read and were not computed.
+        computed_cells: tokens that are read from the pool and were computed for this very request.
         generated: ids chosen so far.
     """
 
@@ -113,7 +114,7 @@ class Sequence:
         self.lease: Lease | None = None
         self.base = lease.span if lease is not None else None
         self.jumps: deque[Jump] = deque()
-        self.position = self.cached_tokens = 0
+        self.position = self.cached_tokens = self.computed_cells = 0
         self.go_on(lease)
 
     def found(self, lease: Lease) -> None:
@@ -122,6 +123,11 @@ class Sequence:
         if before is not None:
             before.release()
         self._start_from(lease)
+
+    def charge(self, tokens: int) -> None:
+        """Does not count tokens as found that were computed for this request, although they are read from the pool."""
+        self.cached_tokens += self.computed_cells - tokens
+        self.computed_cells = tokens
 
     def go_on(self, lease: Lease | None) -> None:
         """Reads a context from now on, with a new tail behind it; what it holds beyond the old tail is not computed."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polykv.codecs import Codec
 from polykv.codecs.exact import ExactCodec
 from polykv.errors import InvalidRequestError, PoolFullError
 from polykv.models.identity import salt_digest, segment_identity
@@ -97,6 +98,25 @@ class PrefixCache:
                 new = min(part.num_tokens, part.end - known)
                 if new > 0:
                     self.seconds_saved += part.segment.report.seconds * new / part.segment.num_tokens
+            return lease
+
+    def find_cell(
+        self,
+        token_ids: Sequence[int],
+        codec: Codec,
+        base: Span | None,
+        *,
+        salt: str = "",
+        owner: Any | None = None,
+        agent: str | None = None,
+    ) -> Lease | None:
+        """As :meth:`find`, for one cell of a prompt, whose tokens these are, behind ``base``; found whole or not at all."""
+        with self._lock:
+            lease = self._pool.lease_of(token_ids, codec, base, owner, salt=salt)
+            if lease is not None:
+                self._table.touch(lease.entries, agent)
+                self.hit_tokens += len(token_ids)
+                self.seconds_saved += lease.segment.report.seconds
             return lease
 
     def stored_tokens(self, token_ids: Sequence[int], base: Span | None = None, *, salt: str = "") -> int:

@@ -901,8 +901,108 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTable = TableMachine.TestCase
 TestTable.settings = settings(
-    max_examples=500 if FULL else 38,
+    max_examples=700 if FULL else 50,  # some 30 steps each
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+
+
+# ------------------------------------------------------------------- what random steps seldom meet
+
+PLAIN: Root = ("", ())
+UNIT = TOKEN_BYTES + 4
+
+
+def cached(table: Table, tokens: Sequence[int], parent: Span | None = None) -> Entry:
+    """As a request leaves it; one over a context that is not in the tree has a tree of its own."""
+    segment = segment_of(tokens, parent)
+    root = PLAIN if parent is None else ("", parent.key)
+    return table.add(segment, root=root, path=tokens, cached=True)
+
+
+def whole(entry: Entry) -> Span:
+    assert entry.segment is not None
+    return entry.segment.whole
+
+
+def test_what_a_stored_entry_needs_is_not_evicted_for_another_thing_that_it_needs() -> None:
+    table = Table(4 * UNIT)
+    tier = table.tier = FakeTier(table)
+    first = cached(table, [0])
+    document = table.add(segment_of([1], codec="k8v3", anywhere=True), cached=True)
+    assert document.segment is not None
+    placed = Span(document.segment, 0, 1, 1, whole(first))
+    over = cached(table, [2], placed)
+    table.evict(over)
+    table.evict(first)
+    filler = cached(table, [1, 1, 1])  # the document is older than it
+    tier.demote = lambda entry: False  # type: ignore[method-assign]
+    assert table.bring(over) and not filler.resident
+    assert first.resident and document.resident and table.num_bytes == 3 * UNIT
+
+
+def test_what_is_needed_by_something_that_is_needed_is_not_counted_as_evictable() -> None:
+    table = Table(4 * UNIT)
+    lead = cached(table, [0])
+    follower = table.add(
+        segment_of([0, 1]), root=PLAIN, path=[0, 1], cached=True
+    )  # computed without it, found behind it
+    assert follower.requires == (lead,)
+    reader = table.add(segment_of([2], whole(follower), codec="k8v3"))
+    reader.handles += 1
+    assert table.evictable_bytes == 0 and not table.can_make_room(UNIT)
+    with pytest.raises(PoolFullError):
+        table.make_room(UNIT)
+    reader.handles -= 1
+    table.drop_if_unused(reader)
+    assert table.evictable_bytes == 3 * UNIT
+
+
+def test_a_segment_behind_one_that_is_in_the_store_only_is_not_found_by_its_tokens() -> None:
+    table = Table()
+    table.tier = FakeTier(table)
+    lead = cached(table, [0])
+    table.evict(lead)
+    entry = table.add(segment_of([0, 1]), root=PLAIN, path=[0, 1])
+    assert entry.root is None and entry.requires == () and lead.dependents == 0
+    assert table.match(PLAIN, as_tokens([0, 1])) == [(lead, 0, 1)]
+
+
+def test_what_was_computed_twice_is_found_by_its_tokens_from_then_on() -> None:
+    table = Table()
+    longer = cached(table, [0, 1, 2])
+    entry = table.add(segment_of([0, 1]), root=PLAIN, path=[0, 1])
+    entry.handles += 1
+    assert entry.root is None  # its tokens are another's
+    table.evict(longer)
+    assert table.match(PLAIN, as_tokens([0, 1])) == []
+    segment = entry.segment
+    assert cached(table, [0, 1]) is entry and entry.segment is segment
+    assert table.match(PLAIN, as_tokens([0, 1])) == [(entry, 0, 2)] and table.num_bytes == 2 * UNIT
+
+
+def test_what_is_not_cached_goes_with_the_last_reader_of_what_was_found_behind_it() -> None:
+    table = Table()
+    lead = table.add(segment_of([0]), root=PLAIN, path=[0])
+    lead.handles += 1
+    follower = table.add(segment_of([0, 1]), root=PLAIN, path=[0, 1], cached=True)
+    table.lease([follower])  # which was computed without the lead
+    lead.handles -= 1
+    table.drop_if_unused(lead)
+    assert lead.resident
+    table.end_lease([follower])
+    assert not len(table) and not table.trees and table.num_bytes == 0
+
+
+def test_a_stored_entry_is_not_taken_in_twice() -> None:
+    table = Table()
+    table.tier = FakeTier(table)
+    entry = cached(table, [0, 1])
+    table.evict(entry)
+    again = table.add_stored(entry.key, entry.tokens, entry.num_bytes, 1.0, (), PLAIN, entry.tokens)
+    assert again is None and table.get(entry.key) is entry
+    other = segment_of([0, 1, 2])
+    behind = table.add_stored(other.key, as_tokens([0, 1, 2]), other.num_bytes, 1.0, (), PLAIN, as_tokens([0, 1, 2]))
+    assert behind is None and len(table) == 1  # its first tokens are the other's
+    assert table.match(PLAIN, as_tokens([0, 1, 2])) == [(entry, 0, 2)]
