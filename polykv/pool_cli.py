@@ -68,12 +68,14 @@ def _row(manifest: Manifest) -> dict[str, Any]:
         "name": manifest.name,
         "tokens": manifest.tokens,
         "bytes": manifest.nbytes,
-        "kind": facts.get("kind", "-"),
-        "codec": facts.get("codec", "-"),
-        "model": facts.get("model", "-"),
-        "parent": facts.get("parent") or "-",
+        **{key: _said(facts.get(key)) for key in ("kind", "codec", "model", "parent")},
         "created": manifest.created,
     }
+
+
+def _said(value: Any) -> str:
+    """What a file says, fit for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)) if value else "-"
 
 
 def _size(count: float) -> str:
@@ -115,7 +117,7 @@ def ls(folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="Pri
             row["codec"],
             row["parent"][:SHORT],
             _age(row["created"]),
-            Path(str(row["model"])).name,
+            Path(row["model"]).name,
         )
         for row in rows
     ]
@@ -133,14 +135,15 @@ def show(folder: Folder, name: Annotated[str, typer.Argument(help="The beginning
     """Show a segment's manifest."""
     store = _open(folder)
     manifest = store.manifest(_find(store, name))
-    facts = {key: value for key, value in manifest.metadata.items() if key != "layers"}
+    facts = dict(manifest.metadata)
+    layers = facts.pop("layers", None)
     typer.echo(
         json.dumps(
             {
                 **_row(manifest),
                 "data_sha256": manifest.data_sha256,
                 "tensors": len(manifest.tensors),
-                "layers": len(manifest.metadata.get("layers", ())),
+                "layers": len(layers) if isinstance(layers, list) else 0,
                 "metadata": facts,
             },
             indent=1,
@@ -163,6 +166,7 @@ def rm(
     chosen = store.names() if everything else [_find(store, name) for name in names or ()]
     if not yes:
         typer.confirm(f"Remove {len(chosen)} segment(s) from {folder}?", abort=True)
+    chosen = list(dict.fromkeys(chosen))
     freed = sum(store.remove(name) for name in chosen)
     typer.echo(f"removed {len(chosen)} segment(s), {_size(freed)}")
     return 0

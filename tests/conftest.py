@@ -55,8 +55,6 @@ def make_engine(tokenizer: Any) -> Iterator[Callable[..., Any]]:
     engines: list[Engine] = []
 
     def make(model: Any, **options: Any) -> Engine:
-        # most tests count the rows and segments of what they named; those of the prefix cache turn it on
-        options.setdefault("prefix_cache", False)
         engines.append(Engine(model, tokenizer, **options))
         return engines[-1]
 

@@ -40,6 +40,7 @@ from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight, head_dim
 from polykv.pool.build import SegmentBuild
 from polykv.pool.index import common_prefix
+from polykv.pool.lease import Lease
 from polykv.pool.pool import SharedKVPool, check_length
 from polykv.pool.segment import EXACT, KVSegment, Span, as_span, check_context, checked_ids
 
@@ -777,8 +778,11 @@ class Engine:
         for sequence in candidates:
             if self._scheduler.room <= 0:
                 break
-            if self._follows(sequence):
-                continue
+            try:
+                if self._follows(sequence):
+                    continue
+            except Exception:
+                logger.exception("comparing prompts failed; each is computed by itself")
             self._seek(sequence, documents=True)
             with self._lock:
                 waits = sequence in self._scheduler.waiting
@@ -898,9 +902,24 @@ class Engine:
         """Puts what a sequence has computed into the pool and lets it read it there; False if there is no room."""
         if not sequence.tail.length:
             return True
-        request, now = sequence.handle.request, time.perf_counter()
+        now = time.perf_counter()
         tail_bytes = sequence.tail_bytes  # at its largest
-        lease = self.pool.prefix.publish(
+        try:
+            lease = self._publish(sequence, now)
+        except Exception:  # no memory for a copy, say: the request goes on as it is
+            logger.exception("what a request has computed could not be put into the pool")
+            lease = None
+        if lease is None:
+            return False
+        with self._lock:
+            self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
+        sequence.left_at = now
+        sequence.go_on(lease)
+        return True
+
+    def _publish(self, sequence: Sequence, now: float) -> Lease | None:
+        request = sequence.handle.request
+        return self.pool.prefix.publish(
             sequence.computed,
             sequence.tail,
             sequence.lease,
@@ -910,13 +929,6 @@ class Engine:
             owner=sequence.handle,
             agent=request.agent,
         )
-        if lease is None:
-            return False
-        with self._lock:
-            self._counters["peak_tail_bytes"] = max(self._counters["peak_tail_bytes"], tail_bytes)
-        sequence.left_at = now
-        sequence.go_on(lease)
-        return True
 
     def _reserve(self, batch: Batch) -> Batch:
         """Room for the batch's tokens; a request for which there is none fails alone."""
@@ -987,10 +999,7 @@ class Engine:
         self._count(generated_tokens=len(sequence.generated) - before)
         if completion is not None:
             if self.prefix_cache:
-                try:
-                    self._leave(sequence)
-                except Exception:  # the answer is there, whatever becomes of its keys and values
-                    logger.exception("what a request computed could not be put into the pool")
+                self._leave(sequence)
             self._end(sequence, None)
             sequence.handle.finish(completion)
 

@@ -253,9 +253,12 @@ class Sequence:
         """Frees the tail and gives the leases back. Idempotent."""
         self._tail_bytes = self.tail_bytes
         self.tail.release()
-        for lease in (self.lease, *(jump.lease for jump in self.jumps)):
-            if lease is not None:
-                lease.release()
+        leases = [lease for lease in (self.lease, *(jump.lease for jump in self.jumps)) if lease is not None]
+        # whoever still has this sequence must not keep segments alive that the pool has let go of
+        self.lease = self.base = self._chain = None
+        self.jumps.clear()
+        for lease in leases:
+            lease.release()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from polykv.models.step import Piece, run_step
 from polykv.models.support import embedding_weight, head_dim, layer_windows, max_positions, num_kv_heads
 from polykv.models.tails import Tail
 from polykv.pool.index import as_tokens
-from polykv.pool.segment import BuildReport, KVSegment, SegmentKey, Span
+from polykv.pool.prefix import ANYWHERE_EXACT_TOKENS
+from polykv.pool.segment import EXACT, BuildReport, KVSegment, SegmentKey, Span, SpanKey
 from polykv.pool.store import SegmentStore
 from polykv.pool.table import Entry, Root, Table, entry_name
 from polykv_kernels import DenseKV, EncodedKV
@@ -90,6 +91,7 @@ class DiskTier:
 
     def __init__(self, pool: SharedKVPool, table: Table, store: SegmentStore) -> None:
         self._pool, self._table, self.store = pool, table, store
+        self._refused: set[str] = set()  # stored, but of no use: written anew if they are computed anew
 
     # -------------------------------------------------------------------------------------------- writing
 
@@ -99,8 +101,8 @@ class DiskTier:
             return False
         try:
             self.write(entry)
-        except (PolyKVError, OSError) as error:
-            logger.warning("segment %s is dropped, it cannot go into the store: %s", entry.name[:12], error)
+        except Exception as error:  # whatever it is, the request that needs the room goes on
+            logger.warning("segment %s is dropped, it cannot go into the store: %s", entry.name[:12], _reason(error))
             return False
         return True
 
@@ -113,33 +115,46 @@ class DiskTier:
         segment = entry.segment
         assert segment is not None
         if entry.name in self.store:
-            return False
+            if entry.name not in self._refused:
+                return False
+            self.store.remove(entry.name)
         tensors = {"token_ids": segment.token_ids}
         for index, layer in enumerate(segment.layers):
             tensors |= {f"{index:03d}.{name}": tensor for name, tensor in layer.tensors().items()}
         self._make_room(entry)
-        return self.store.put(entry.name, tensors, self._metadata(entry, segment), tokens=segment.num_tokens)
+        written = self.store.put(entry.name, tensors, self._metadata(entry, segment), tokens=segment.num_tokens)
+        self._refused.discard(entry.name)
+        return written
 
     def _make_room(self, entry: Entry) -> None:
         """Removes stored segments that nothing builds on, the least recently used first, until the entry fits."""
         if self.store.max_bytes is None:
             return
         wanted = entry.num_bytes + (1 << 16)
+        if wanted > self.store.max_bytes:
+            return  # nothing that could be removed helps
         while self.store.nbytes + wanted > self.store.max_bytes:
             known = {other.name for other in self._table}
             strangers = [name for name in self.store.names() if name not in known]
             if strangers:  # another process's, or of another model
-                self.store.remove(strangers[0])
+                self._remove(strangers[0])
                 continue
             free = [other for other in self._table if other.stored and not self._table.continued(other)]
-            free = [other for other in free if other is not entry]
+            free = [other for other in free if other is not entry and (other.unused or other.resident)]
             if not free:
                 return  # put() says that it does not fit
             victim = min(free, key=lambda other: other.last_used)
-            self.store.remove(victim.name)
+            self._remove(victim.name)
             victim.stored = False
             if not victim.resident:
                 self._table.forget(victim)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.store.remove(name)
+        except StoreError:
+            if name in self.store:
+                raise  # else another process was faster
 
     def _metadata(self, entry: Entry, segment: KVSegment) -> dict[str, Any]:
         parents = segment.parent.chain if segment.parent is not None else ()
@@ -175,6 +190,9 @@ class DiskTier:
 
     def load(self) -> LoadReport:
         """Makes known to the table what the store holds for the pool's model. Nothing but token ids is read."""
+        for entry in self._table:  # another process may have removed it, and the store may be another one
+            if entry.resident:
+                entry.stored = entry.stored and entry.name in self.store
         refused: dict[str, str] = {}
         found: dict[str, tuple[dict[str, Any], Tensor, int]] = {}
         for name in self.store.names():
@@ -201,7 +219,7 @@ class DiskTier:
                     count, tokens = count + 1, tokens + len(ids)
                 except StoreError as error:
                     refused[name] = str(error)
-                except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                except Exception as error:  # the file may hold anything
                     refused[name] = f"its manifest does not fit ({type(error).__name__}: {error})"
                 del waiting[name]
                 progress = True
@@ -233,6 +251,10 @@ class DiskTier:
     ) -> None:
         if metadata["format"] != FORMAT:
             raise StoreError(f"its format is {metadata['format']!r}; this version reads {FORMAT}")
+        if ids.dtype != torch.int32 or ids.ndim != 1 or not len(ids):
+            raise StoreError("its token ids are malformed")
+        if int(ids.min()) < 0 or int(ids.max()) >= embedding_weight(self._pool.model).shape[0]:
+            raise StoreError("its token ids are not in the model's vocabulary")
         key = _key_of(metadata["key"])
         if entry_name(key) != name:
             raise StoreError("its name is not that of its key")
@@ -240,6 +262,9 @@ class DiskTier:
             f"{metadata['codec']}/{metadata['exact_tokens']}" if metadata["exact_tokens"] else metadata["codec"]
         ):
             raise StoreError("its codec is not that of its key")
+        exact = metadata["exact_tokens"]
+        if type(exact) is not int or exact not in (0, ANYWHERE_EXACT_TOKENS) or (exact and metadata["spans"]):
+            raise StoreError(f"{exact!r} exact tokens are not what a segment of this version has")
         # the identity covers model, tokenizer, salt and every token id, its parents' too
         before: list[int] = []
         for parent, first, stop, _ in metadata["spans"]:
@@ -263,6 +288,15 @@ class DiskTier:
             base = _span_key(metadata["base"])
             root = (metadata["salt"], base)
             skip = sum(stop - first for _, _, first, stop, _ in base)
+            if not 0 <= skip <= len(before) or metadata["codec"] != EXACT or exact:
+                raise StoreError("it cannot stand where it says that prompts find it")
+            # a lossless context is its tokens, whatever it was cut into
+            if base:
+                sound = base in (key[0][: len(base)], self._lossless(before, metadata["salt"], skip))
+            else:
+                sound = key[0] == self._lossless(before, metadata["salt"], len(before))
+            if not sound:
+                raise StoreError("the context that it says it was computed over is not the one of its key")
         entry = self._table.add_stored(
             key,
             as_tokens(ids.numpy()),
@@ -278,6 +312,12 @@ class DiskTier:
         if metadata["exact_tokens"]:
             self._pool.prefix.know_document(entry, metadata["salt"])
 
+    def _lossless(self, tokens: list[int], salt: str, count: int) -> SpanKey:
+        """Key of the first tokens as a context that is stored exactly."""
+        if not count:
+            return ()
+        return ((segment_identity(self._pool.identity, tokens[:count], salt), EXACT, 0, count, 0),)
+
     def _ids(self, name: str) -> list[int]:
         return next(entry.tokens.tolist() for entry in self._table if entry.name == name)
 
@@ -285,10 +325,9 @@ class DiskTier:
         """See :class:`polykv.pool.table.Tier`. What cannot be used is logged with the reason, and its file stays."""
         try:
             return self.read(entry)
-        except StoreError as error:
-            logger.warning("stored segment %s is not used: %s", entry.name[:12], error)
         except Exception as error:  # whatever a file holds, the prompt can still be computed
-            logger.warning("stored segment %s is not used: %s: %s", entry.name[:12], type(error).__name__, error)
+            logger.warning("stored segment %s is not used: %s", entry.name[:12], _reason(error))
+            self._refused.add(entry.name)
         return None
 
     def read(self, entry: Entry) -> KVSegment:
@@ -326,6 +365,13 @@ class DiskTier:
             metadata["salt"],
             metadata["exact_tokens"],
         )
+        if (entry.root is not None or segment.exact_tokens) and not segment.complete:
+            raise StoreError("its layers do not hold all of its tokens")
+        if any(
+            layer.num_exact < (layer.num_tokens if segment.codec == EXACT else min(segment.exact_tokens, len(ids)))
+            for layer in layers
+        ):
+            raise StoreError("its layers hold fewer exact tokens than they should")
         if segment.key != entry.key:
             raise StoreError("it was computed over other segments than it says")
         self._check_probe(segment, metadata["probe"])
@@ -373,7 +419,7 @@ class DiskTier:
         ids = span.segment.token_ids[-count:].tolist()
         tail = Tail(model, limit=count)
         tail.reserve(count)
-        logits = run_step(model, [Piece(ids, span.end, tail, span.chain)])[0].float()
+        logits = run_step(model, [Piece(ids, span.end, tail, span.chain)])[0].float().cpu()
         tail.release()
         top = logits.topk(min(PROBE_TOP, len(logits)))
         return {
@@ -385,24 +431,24 @@ class DiskTier:
 
     def _check_probe(self, segment: KVSegment, stored: dict[str, Any] | None) -> None:
         model = self._pool.model
-        if stored is None:
+        count = min(PROBE_TOKENS, segment.num_tokens, max_positions(model.config) - segment.end)
+        if stored is None and count < 1:
             return
-        ids = [int(token) for token in stored["tokens"]]
-        if (
-            not ids
-            or ids != segment.token_ids[-len(ids) :].tolist()
-            or segment.end + len(ids) > max_positions(model.config)
-        ):
+        if stored is None or count < 1 or stored["tokens"] != segment.token_ids[-count:].tolist():
             raise StoreError("its probe is not of its own tokens")
+        ids = segment.token_ids[-count:].tolist()
         tail = Tail(model, limit=len(ids))
         tail.reserve(len(ids))
-        logits = run_step(model, [Piece(ids, segment.end, tail, segment.chain)])[0].float()
+        logits = run_step(model, [Piece(ids, segment.end, tail, segment.chain)])[0].float().cpu()
         tail.release()
+        if len(set(stored["ids"])) != min(PROBE_TOP, len(logits)):
+            raise StoreError("its probe is malformed")
         now = [*logits[stored["ids"]].tolist(), float(torch.logsumexp(logits, 0))]
         then = [*stored["logits"], stored["logsumexp"]]
-        off = max(abs(a - b) for a, b in zip(now, then, strict=True))
+        differences = [abs(a - b) for a, b in zip(now, then, strict=True)]
+        off = max(differences, key=lambda x: math.inf if math.isnan(x) else x)
         limit = _TOLERANCE.get(embedding_weight(model).dtype, 0.25)
-        if not off <= limit or not math.isfinite(off):
+        if not off <= limit:
             raise StoreError(
                 f"the model's logits after it are off by {off:.3g} (at most {limit} is allowed): other weights or a damaged "
                 "segment; compute it anew"
@@ -419,9 +465,13 @@ def save_entries(tier: DiskTier, entries: Iterable[Entry]) -> SaveReport:
                 written, num_bytes = written + 1, num_bytes + tier.store.manifest(entry.name).nbytes
             else:
                 known += 1
-        except (PolyKVError, OSError) as error:
-            refused[entry.name] = str(error)
+        except Exception as error:
+            refused[entry.name] = _reason(error)
     return SaveReport(written, num_bytes, known, refused)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, PolyKVError) else f"{type(error).__name__}: {error}"
 
 
 def _needed(tensor: Tensor | None) -> Tensor:

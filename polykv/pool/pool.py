@@ -298,6 +298,8 @@ class SharedKVPool:
                     build.release()
                 with self._lock:
                     entry = self.prefix.admit(built)
+                    assert entry.segment is not None
+                    built = entry.segment  # that of a request which left the same tokens meanwhile, perhaps
                     entry.handles += 1
                     self._builds += 1
             finally:

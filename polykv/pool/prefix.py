@@ -10,6 +10,7 @@ tokens as without the pool, and a hit is a part of a segment, never a segment en
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -130,11 +131,8 @@ class PrefixCache:
         plain: Root = (salt, ())
         if base is None:
             return plain, 0
-        # an exact context at its own place is the very tokens, and has its place in the common tree
-        if all(
-            (entry := self._table.get(span.segment.key)) is not None and entry.root == plain and not span.shift
-            for span in base.chain
-        ):
+        # a lossless context is its tokens: as long as the common tree holds them, prompts are found there whatever they name
+        if base.lossless and self._held(plain, as_tokens(base.context_ids.numpy())) == base.end:
             return plain, 0
         return (salt, base.key), base.end
 
@@ -208,20 +206,27 @@ class PrefixCache:
             with self._table.holding(self._table.with_requirements(entries)):
                 joined = self._joined(parent, entries, end - matched, lease)
                 segment = self._segment(token_ids, tail, matched - start, parent, joined, salt, seconds)
-            if not self._table.can_make_room(segment.num_bytes - sum(entry.num_bytes for entry in joined)):
-                self._table.refused += 1
-                return None
-            if joined:
-                if lease is not None:
+                # while these are held: they make room by being joined, and cannot make it by eviction too
+                if not self._table.can_make_room(segment.num_bytes - sum(entry.num_bytes for entry in joined)):
+                    self._table.refused += 1
+                    return None
+            before = [self._table.get(span.segment.key) for span in segment.chain[:-1]]
+            # what comes before must not go with the lease or with the entries that are joined
+            with self._table.holding([entry for entry in before if entry is not None]):
+                if joined and lease is not None:
                     lease.release()
                 for entry in reversed(joined):
                     self._table.forget(entry)
-            try:
-                entry = self._table.add(segment, root=root, path=path, cached=True)
-            except PoolFullError:
-                return None
-            self.published += 1
-            return self._lease(segment.whole, owner, agent)
+                with contextlib.suppress(PoolFullError):
+                    entry = self._table.add(segment, root=root, path=path, cached=True)
+                    entry.left = entry.left or entry.segment is segment
+                    self.published += 1
+                    assert entry.segment is not None  # ours, or that of somebody who was sooner
+                    return self._lease(entry.segment.whole, owner, agent)
+            for held in reversed(before):
+                if held is not None:
+                    self._table.drop_if_unused(held)
+            return None
 
     def _held(self, root: Root, path: Tokens) -> int:
         return sum(stop - first for _, first, stop in self._table.match(root, path))
@@ -235,7 +240,7 @@ class PrefixCache:
             own = (
                 entry in lease.entries if lease is not None else False
             ) + 1  # and the one that holds it for this call
-            free = entry.cached and not entry.handles and not entry.stored and entry.leases == own
+            free = entry.left and not entry.handles and not entry.stored and entry.leases == own
             alone = entry.dependents == len(joined) and not self._table.continued(entry, joined)
             if not (free and alone and span.num_tokens == len(entry.tokens) <= _JOIN_RATIO * tokens):
                 break

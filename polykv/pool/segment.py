@@ -105,7 +105,7 @@ class KVSegment:
         """The spans of the whole context from position 0 on, this segment's last."""
         return self.whole.chain
 
-    @cached_property
+    @property
     def context_ids(self) -> Tensor:
         """``[end]`` int32: ids of the whole context."""
         return self.whole.context_ids
@@ -265,7 +265,7 @@ class Span:
         """The spans of the whole context from position 0 on, this one last."""
         return (*(self.before.chain if self.before is not None else ()), self)
 
-    @cached_property
+    @property
     def context_ids(self) -> Tensor:
         """``[end]`` int32: ids of the whole context."""
         if self.before is None and self.num_tokens == self.segment.num_tokens:

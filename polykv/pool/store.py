@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 16 << 20
 _NAME = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = ".tmp-"
-_CHUNK = 1 << 22
+_MAX_AXES = 16
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -125,16 +126,19 @@ class SegmentStore:
         self.read_only = read_only
         self._segments = self.path / "segments"
         self._lock_timeout = lock_timeout
-        if self.path.exists() and not self.path.is_dir():
-            raise StoreError(f"{self.path} is a file; give the folder of a store")
-        if not (self.path / "store.json").exists():
-            if read_only or not create:
-                raise StoreError(
-                    f"{self.path} is no store: it has no store.json; give a folder that a pool was saved in"
-                )
-            if self.path.is_dir() and any(self.path.iterdir()) and not self._segments.is_dir():
-                raise StoreError(f"{self.path} holds other files and is no store; give an empty folder or a new one")
-            self._create()
+        with _said(f"{self.path} cannot be used"):
+            if self.path.exists() and not self.path.is_dir():
+                raise StoreError(f"{self.path} is a file; give the folder of a store")
+            if not (self.path / "store.json").exists():
+                if read_only or not create:
+                    raise StoreError(
+                        f"{self.path} is no store: it has no store.json; give a folder that a pool was saved in"
+                    )
+                if self.path.is_dir() and any(self.path.iterdir()) and not self._segments.is_dir():
+                    raise StoreError(
+                        f"{self.path} holds other files and is no store; give an empty folder or a new one"
+                    )
+                self._create()
         self._check_version()
         if self._segments.is_symlink():
             raise StoreError(f"{self._segments} is a symbolic link; a store keeps its segments in a folder of its own")
@@ -180,7 +184,7 @@ class SegmentStore:
         self._check_writable()
         data, manifest = self._paths(name)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        with self._writing():
+        with self._writing(), _said(f"segment {name[:12]} cannot be written into {self.path}"):
             if manifest.exists():
                 try:
                     self.get(name)
@@ -196,45 +200,40 @@ class SegmentStore:
             if free < size * 1.1 + (1 << 20):
                 raise StoreError(f"{size} bytes do not fit on the disk of {self.path}: {free} are free; make room")
             temporary = self._temporary()
-            with _said(f"segment {name[:12]} cannot be written into {self.path}"):
-                try:
-                    # one copy of each: views of one storage are written as tensors of their own
-                    held = {
-                        key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                        for key, tensor in tensors.items()
-                    }
-                    save_file(held, str(temporary))
-                    facts = {
-                        key: {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "crc32": _crc(tensor)}
-                        for key, tensor in held.items()
-                    }
-                    del held
-                    _flush(temporary)
-                    digest = _sha256(temporary)
-                    content = {
-                        "version": VERSION,
-                        "name": name,
-                        "tokens": tokens,
-                        "data_bytes": temporary.stat().st_size,
-                        "data_sha256": digest,
-                        "tensors": facts,
-                        "metadata": dict(metadata),
-                        "created": time.time(),
-                    }
-                    content = json.loads(json.dumps(content, allow_nan=False))
-                    text = json.dumps({**content, "checksum": _checksum(content)}).encode()
-                    if len(text) > MAX_MANIFEST_BYTES:
-                        raise StoreError(
-                            f"the manifest has {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed"
-                        )
-                    os.replace(temporary, data)
-                    _flush_folder(self._segments)
-                    _write_atomically(manifest, text)
-                except BaseException:
-                    self._unlink(temporary)
-                    if not manifest.exists():
-                        self._unlink(data)
-                    raise
+            try:
+                # one copy of each: views of one storage are written as tensors of their own
+                held = {
+                    key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    for key, tensor in tensors.items()
+                }
+                save_file(held, str(temporary))
+                facts = {
+                    key: {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "crc32": _crc(tensor)}
+                    for key, tensor in held.items()
+                }
+                del held
+                _flush(temporary)
+                digest = _sha256(temporary)
+                content = {
+                    "version": VERSION,
+                    "name": name,
+                    "tokens": tokens,
+                    "data_bytes": temporary.stat().st_size,
+                    "data_sha256": digest,
+                    "tensors": facts,
+                    "metadata": dict(metadata),
+                    "created": time.time(),
+                }
+                content = json.loads(json.dumps(content, allow_nan=False))
+                text = json.dumps({**content, "checksum": _checksum(content)}).encode()
+                if len(text) > MAX_MANIFEST_BYTES:
+                    raise StoreError(f"the manifest has {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+                os.replace(temporary, data)
+                _flush_folder(self._segments)
+                _write_atomically(manifest, text)
+            except BaseException:
+                self._unlink(temporary, manifest, data)  # there was none of that name, or a damaged one
+                raise
         return True
 
     def remove(self, name: str) -> int:
@@ -292,15 +291,13 @@ class SegmentStore:
             StoreError: the folder cannot be read.
         """
         try:
-            found = [
-                (path.stat().st_mtime, path.stem)
-                for path in self._segments.glob("*.json")
-                if _NAME.fullmatch(path.stem)
-            ]
-        except FileNotFoundError:
-            return self.names() if self._segments.is_dir() else []  # one was removed meanwhile
+            paths = [path for path in self._segments.glob("*.json") if _NAME.fullmatch(path.stem)]
         except OSError as error:
             raise StoreError(f"{self._segments} cannot be read: {error}") from error
+        found = []
+        for path in paths:
+            with contextlib.suppress(OSError):  # one was removed meanwhile
+                found.append((path.lstat().st_mtime_ns, path.stem))
         return [name for _, name in sorted(found)]
 
     def manifest(self, name: str) -> Manifest:
@@ -310,8 +307,10 @@ class SegmentStore:
             StoreError: it is not there, damaged, of a newer version, or does not fit its file.
         """
         data, path = self._paths(name)
-        if path.is_symlink() or data.is_symlink():
-            raise StoreError(f"segment {name[:12]} is a symbolic link; a store holds plain files")
+        for file in (path, data):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISREG(file.lstat().st_mode):
+                    raise StoreError(f"segment {name[:12]} is a symbolic link or no file; a store holds plain files")
         try:
             text = _read_small(path)
             content = json.loads(text)
@@ -337,7 +336,7 @@ class SegmentStore:
             if not isinstance(content.get(key), kind):
                 raise StoreError(f"the manifest of {name[:12]} has no sound {key!r}")
         if content["name"] != name:
-            raise StoreError(f"the manifest of {name[:12]} is another segment's ({content['name'][:12]})")
+            raise StoreError(f"the manifest of {name[:12]} is another segment's ({content['name'][:12]!r})")
         try:
             size = data.stat().st_size
         except OSError as error:
@@ -347,10 +346,11 @@ class SegmentStore:
                 f"the tensors of {name[:12]} have {size} bytes, not {content['data_bytes']}: the file was cut or changed"
             )
         fields = {key: content[key] for key in wanted}
-        created = content.get("created")
-        return Manifest(
-            **fields, created=float(created) if isinstance(created, (int, float)) else 0.0, nbytes=size + len(text)
-        )
+        try:
+            created = float(content["created"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            created = 0.0
+        return Manifest(**fields, created=created, nbytes=size + len(text))
 
     def get(self, name: str, *, verify: bool = True) -> tuple[dict[str, Tensor], Manifest]:
         """A segment's tensors, mapped into memory and not copied. They must not be written to.
@@ -394,9 +394,10 @@ class SegmentStore:
     def nbytes(self) -> int:
         """Bytes on disk of all segments."""
         total = 0
-        for path in self._segments.iterdir():
-            with contextlib.suppress(OSError):
-                total += path.lstat().st_size
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._segments.iterdir():
+                with contextlib.suppress(OSError):
+                    total += path.lstat().st_size
         return total
 
     def __len__(self) -> int:
@@ -461,7 +462,7 @@ class SegmentStore:
             shape, (first, stop) = value["shape"], value["data_offsets"]
             if dtype is None or value["dtype"] != wanted.get("dtype") or shape != wanted.get("shape"):
                 raise StoreError(f"tensor {key!r} of {manifest.name[:12]} is not what its manifest says")
-            if not all(isinstance(n, int) and n >= 0 for n in (*shape, first, stop)):
+            if len(shape) > _MAX_AXES or not all(isinstance(n, int) and n >= 0 for n in (*shape, first, stop)):
                 raise StoreError(f"tensor {key!r} of {manifest.name[:12]} has no sound shape")
             size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
             if stop - first != size or start + stop > manifest.data_bytes:

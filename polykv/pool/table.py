@@ -41,6 +41,7 @@ class Entry:
         hits: readers so far.
         agents: who has read it.
         stored: whether the store has it.
+        left: whether a request has left it; nobody knows such an entry by name, so it may be joined with what follows.
     """
 
     key: SegmentKey
@@ -58,6 +59,7 @@ class Entry:
     hits: int = 0
     agents: set[str] = field(default_factory=set)
     stored: bool = False
+    left: bool = False
 
     @property
     def name(self) -> str:
