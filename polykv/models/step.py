@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -92,12 +93,15 @@ def plan_readings(pieces: Sequence[Piece], device: torch.device) -> list[Reading
     A segment that cannot be parted is read once for each part that is asked for.
     """
     total = sum(len(piece.token_ids) for piece in pieces)
-    readers: dict[int, list[tuple[Span, range]]] = {}
+    readers: dict[tuple[int, int], list[tuple[Span, range]]] = {}
     first = 0
     for piece in pieces:
         rows = range(first, first + len(piece.token_ids))
+        times: Counter[int] = Counter()
         for span in piece.spans:
-            readers.setdefault(id(span.segment), []).append((span, rows))
+            # a document that stands in a prompt twice is read twice by the same rows: in two passes
+            readers.setdefault((id(span.segment), times[id(span.segment)]), []).append((span, rows))
+            times[id(span.segment)] += 1
         first = rows.stop
     readings = []
     for spans in readers.values():

@@ -74,7 +74,8 @@ def check_table(engine: Engine) -> None:
             assert all(table.get(required.key) is required for required in entry.requires)
             readers = sum(entry in lease.entries for lease in pool._live)
             assert entry.leases == readers
-            assert entry.cached or entry.handles or entry.leases, "nobody wants it any more"
+            needing = [entry, *(other for other in entries if entry in other.requires)]
+            assert entry.cached or any(x.handles or x.leases for x in needing), "nobody wants it any more"
 
 
 def check_idle(engine: Engine) -> None:
@@ -627,10 +628,22 @@ class TestMemory:
                 answer(engine, [*DOCUMENT[:cut], *random_ids(5, seed=seed)], 1 + 7 * seed)
         held = engine.pool.stats().num_bytes
         assert held > 0
-        assert live() - before == held
+        assert held <= live() - before <= 1.01 * held
         assert held <= 1.13 * sum(len(e.tokens) for e in engine.pool._table) * (TOKEN_BYTES + 4)
         engine.pool.clear()
         assert live() == before
+
+    def test_branches_of_a_long_prompt_take_what_is_counted(self, engine: Engine, monkeypatch: Any) -> None:
+        monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.05)
+        text = random_ids(1500, seed=9)
+        answer(engine, text, 1)
+        until(lambda: engine._thread is None)
+        before, counted = live_tensor_bytes(), engine.pool.stats().num_bytes
+        for i in range(20):
+            answer(engine, [*text[: 1400 + i], 7], 1)
+        until(lambda: engine._thread is None)
+        held = engine.pool.stats().num_bytes - counted
+        assert live_tensor_bytes() - before <= 1.1 * held
 
     def test_what_is_cleared_is_freed_at_once(self, engine: Engine) -> None:
         """The engine's thread, which waits for work, keeps nothing of its last step."""
@@ -752,7 +765,7 @@ class TestMemory:
 
 
 class TestRandomSchedules:
-    @pytest.mark.parametrize("seed", range(100 if FULL else 10))
+    @pytest.mark.parametrize("seed", range(100 if FULL else 8))
     def test_contexts_come_and_go(self, shared_model: Any, make_engine: Any, seed: int) -> None:
         """Exact and lossy ones, chains of them, kept and released, among conversations of the same texts."""
         chosen = random.Random(seed)
@@ -817,7 +830,7 @@ class TestRandomSchedules:
         for engine in engines:
             check_idle(engine)
 
-    @pytest.mark.parametrize("seed", range(200 if FULL else 24))
+    @pytest.mark.parametrize("seed", range(200 if FULL else 16))
     def test_whatever_is_cancelled_or_late_nothing_is_left(
         self, shared_model: Any, make_engine: Any, seed: int
     ) -> None:
@@ -994,7 +1007,8 @@ class TestSettings:
         assert answer(engine, DOCUMENT, 3).cached_tokens == len(DOCUMENT) - 1
         assert seen == first == [[*DOCUMENT, *tokens[:i]] for i in range(3)]
 
-    def test_deterministic_engines_have_none(self, tiny_llama: Any, tokenizer: Any) -> None:
+    def test_deterministic_engines_have_none(self, tiny_llama: Any, tokenizer: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr(engine_module, "PREFIX_CACHE", True)  # the tests' conftest turns it off
         with pytest.raises(InvalidRequestError, match="deterministic=True and prefix_cache=True exclude each other"):
             Engine(tiny_llama, tokenizer, deterministic=True, prefix_cache=True)
         for options, on in (({}, True), ({"deterministic": True}, False), ({"prefix_cache": False}, False)):
