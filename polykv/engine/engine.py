@@ -39,7 +39,6 @@ from polykv.models.attention import attach
 from polykv.models.loading import ProgressCallback
 from polykv.models.support import embedding_weight, head_dim
 from polykv.pool.build import SegmentBuild
-from polykv.pool.index import common_prefix
 from polykv.pool.lease import Lease
 from polykv.pool.pool import SharedKVPool, check_length
 from polykv.pool.segment import EXACT, KVSegment, Span, as_span, check_context, checked_ids
@@ -811,7 +810,7 @@ class Engine:
             theirs = other.handle.request
             if theirs.salt != request.salt or other.jumps or _base_key(other) != _base_key(sequence):
                 continue
-            shared = min(common_prefix(sequence.tokens, other.tokens), len(sequence.tokens) - 1)
+            shared = sequence.shared_with(other)
             if shared - sequence.position < MIN_SHARED_TOKENS:
                 continue
             if stored < 0:
@@ -821,6 +820,7 @@ class Engine:
             if other.position < shared:
                 return True
             self._leave(other)
+            stored = -1
         return False
 
     def _seek(self, sequence: Sequence, *, documents: bool = False) -> None:

@@ -21,7 +21,7 @@ from polykv.engine.stops import StopMatcher
 from polykv.models.step import Piece
 from polykv.models.tails import Tail
 from polykv.pool.build import SegmentBuild
-from polykv.pool.index import as_tokens
+from polykv.pool.index import as_tokens, common_prefix
 from polykv.pool.lease import Lease
 from polykv.pool.segment import Span
 from polykv.pool.table import Entry
@@ -103,6 +103,7 @@ class Sequence:
         self._choices: list[Choice] = []
         self.arrival = next(_arrivals)
         self.tokens = as_tokens(request.token_ids)
+        self._shared: dict[int, int] = {}  # by the other's arrival: it is asked for in every step while this one waits
         self._chain: tuple[Span, ...] | None = None
         self._tail_bytes = 0
         self.started_at: float | None = None
@@ -162,6 +163,12 @@ class Sequence:
         """Bytes of the private tail at its largest."""
         self._tail_bytes = max(self._tail_bytes, self.tail.nbytes)
         return self._tail_bytes
+
+    def shared_with(self, other: Sequence) -> int:
+        """Tokens that this prompt could read of another: what both begin with, without this one's last."""
+        if other.arrival not in self._shared:
+            self._shared[other.arrival] = min(common_prefix(self.tokens, other.tokens), len(self.tokens) - 1)
+        return self._shared[other.arrival]
 
     @property
     def order(self) -> tuple[int, int]:

