@@ -48,7 +48,10 @@ class Prompt:
 
     def __init__(self, tokenizer: Any, sources: Sequence[list[int]], number: int) -> None:
         draw = random.Random(number)
-        roles = ("You are a careful reader.", "You are a lawyer. Answer in one sentence, and quote the text that you rely on.")
+        roles = (
+            "You are a careful reader.",
+            "You are a lawyer. Answer in one sentence, and quote the text that you rely on.",
+        )
         self.instructions = tokenizer.encode(f"{roles[number % 2]} These are the documents.\n\n" * (1 + number % 3))
         self.documents, self.following = [], []
         for index in range(2 + number % 2):
@@ -83,7 +86,9 @@ def predict(model: Any, context: Span | None, before: Sequence[int], text: Seque
     return torch.stack(rows)
 
 
-def composed(pool: SharedKVPool, prompt: Prompt, stored: Sequence[KVSegment], skip: int) -> tuple[Span, list[KVSegment]]:
+def composed(
+    pool: SharedKVPool, prompt: Prompt, stored: Sequence[KVSegment], skip: int
+) -> tuple[Span, list[KVSegment]]:
     """The context that the engine makes of a prompt: runs computed in place, and the documents' stored tokens between them."""
     context: Span | None = None
     run, made = list(prompt.instructions), []
@@ -160,7 +165,9 @@ def main() -> None:
             measured.append(first_token(engine, prompt, number, reuse=reuse))
     engine.close()
 
-    print(f"{options.model}, {count} prompts of {min(len(p.ids) for p in prompts)} to {max(len(p.ids) for p in prompts)} tokens\n")
+    print(
+        f"{options.model}, {count} prompts of {min(len(p.ids) for p in prompts)} to {max(len(p.ids) for p in prompts)} tokens\n"
+    )
     print("| documents | mean KL (nats) | of prompts | p99 KL | same top token |")
     print("| --- | --- | --- | --- | --- |")
     print("| computed in the prompt | 0 | | 0 | 100 % |")
@@ -182,7 +189,8 @@ def main() -> None:
             f"{100 * float(row['top1']):.1f} % |"
         )
     whole, reused = (
-        (statistics.median(s for s, _ in times[reuse]), statistics.median(n for _, n in times[reuse])) for reuse in times
+        (statistics.median(s for s, _ in times[reuse]), statistics.median(n for _, n in times[reuse]))
+        for reuse in times
     )
     print(
         f"\nfirst token: {whole[0]:.2f} s computed whole ({whole[1]:.0f} tokens), {reused[0]:.2f} s with the documents read "

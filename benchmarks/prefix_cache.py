@@ -48,7 +48,9 @@ class Bench:
         if len(ids) < context:
             raise SystemExit(f"--context must be at most {len(ids)}, the tokens of the document")
         self.text, self.ids = ids, ids[:context]
-        self.sampling = SamplingParams(temperature=0, max_tokens=answer, logit_bias={self.tokenizer.eos_token_id: -100.0})
+        self.sampling = SamplingParams(
+            temperature=0, max_tokens=answer, logit_bias={self.tokenizer.eos_token_id: -100.0}
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

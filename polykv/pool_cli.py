@@ -164,9 +164,9 @@ def rm(
     if not names and not everything:
         raise StoreError("say which segments: names, or --all")
     chosen = store.names() if everything else [_find(store, name) for name in names or ()]
+    chosen = list(dict.fromkeys(chosen))  # two beginnings may be of one name
     if not yes:
         typer.confirm(f"Remove {len(chosen)} segment(s) from {folder}?", abort=True)
-    chosen = list(dict.fromkeys(chosen))
     freed = sum(store.remove(name) for name in chosen)
     typer.echo(f"removed {len(chosen)} segment(s), {_size(freed)}")
     return 0

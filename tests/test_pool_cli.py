@@ -223,6 +223,5 @@ def test_as_a_process(folder: Path) -> None:
         command = [sys.executable, "-m", "polykv.cli", "pool", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
-    good, bad = polykv("ls", str(folder)), polykv("ls", str(folder / "nothing"))
-    assert good.returncode == 0 and "3 segment(s)" in good.stdout
+    bad = polykv("ls", str(folder / "nothing"))
     assert bad.returncode == 1 and len(bad.stderr.splitlines()) == 1 and not bad.stdout

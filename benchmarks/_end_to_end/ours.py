@@ -76,6 +76,7 @@ def chat_model(system: str, *, model: str, max_tokens: int, threads: int, max_ba
         max_tokens=max_tokens,
         num_threads=threads,
         max_batch=max_batch,
+        prefix_cache=False,  # each run asks anew what the one before has asked
         **options,
     )
 

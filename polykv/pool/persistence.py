@@ -297,6 +297,7 @@ class DiskTier:
                 sound = key[0] == self._lossless(before, metadata["salt"], len(before))
             if not sound:
                 raise StoreError("the context that it says it was computed over is not the one of its key")
+        agents = {str(agent) for agent in metadata["agents"]}
         entry = self._table.add_stored(
             key,
             as_tokens(ids.numpy()),
@@ -308,7 +309,7 @@ class DiskTier:
         )
         if entry is None:
             raise StoreError("another segment holds the same tokens")
-        entry.agents.update(str(agent) for agent in metadata["agents"])
+        entry.agents.update(agents)
         if metadata["exact_tokens"]:
             self._pool.prefix.know_document(entry, metadata["salt"])
 

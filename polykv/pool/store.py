@@ -41,6 +41,7 @@ VERSION = 1
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 16 << 20
 _NAME = re.compile(r"[0-9a-f]{64}")
+_ANY_TEMPORARY = ".tmp"
 _TEMPORARY = ".tmp-"
 _MAX_AXES = 16
 _DTYPES = {
@@ -264,12 +265,13 @@ class SegmentStore:
         with self._writing(), _said(f"{self.path} cannot be cleaned up"):
             # no other writer is at work, so nobody is behind a temporary file
             files = [path for path in self._segments.iterdir() if not path.is_dir()]
-            files += [path for path in self.path.glob(f"{_TEMPORARY}*") if not path.is_dir()]
+            files += [path for path in self.path.glob(f"{_ANY_TEMPORARY}*") if not path.is_dir()]
             for path in files:
                 stem, suffix = path.name.partition(".")[::2]
                 whole = _NAME.fullmatch(stem) is not None and suffix in ("safetensors", "json")
                 partner = self._segments / f"{stem}.{'json' if suffix == 'safetensors' else 'safetensors'}"
-                if path.name.startswith(_TEMPORARY) or (whole and not partner.exists()):
+                # safetensors makes temporary files of its own
+                if path.name.startswith(_ANY_TEMPORARY) or (whole and not partner.exists()):
                     freed += self._unlink(path)
                     removed += 1
             for name, reason in self.verify().items():

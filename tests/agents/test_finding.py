@@ -121,7 +121,13 @@ class TestGraphsWithoutAnyMark:
     def test_a_supervisor_and_its_agents_hand_the_transcript_on(
         self, make: Callable[..., ChatPolyKV], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        said = [call("transfer_to_lawyer"), "The carrier bears it.", call("transfer_to_clerk"), "Noted.", "All is said."]
+        said = [
+            call("transfer_to_lawyer"),
+            "The carrier bears it.",
+            call("transfer_to_clerk"),
+            "Noted.",
+            "All is said.",
+        ]
         llm = make(said, max_tokens=256)
         recorder = Recorder(llm.engine, monkeypatch)
         agents = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import hashlib
 import json
@@ -90,7 +91,8 @@ def replace(path: Path, content: bytes) -> None:
 # ------------------------------------------------------------------------------------------------- kill -9
 
 WORKERS = """
-    import os, random, sys
+    import logging, os, random, sys
+    logging.disable(logging.CRITICAL)
     sys.path[:0] = [{tests!r}, {here!r}]
     import torch
     torch.set_num_threads(1)
@@ -398,7 +400,9 @@ class TestDamage:
             except StoreError as error:
                 refused += bool(str(error).strip())
             else:
-                assert same(got, small) and manifest == want, index
+                assert same(got, small), index
+                # spaces between its fields may have come or gone
+                assert dataclasses.replace(manifest, nbytes=want.nbytes) == want, index
                 used += 1
                 del got
             if path.name != "store.json":
@@ -690,7 +694,7 @@ class TestForgedFiles:
             try:
                 follow(json.loads(forged[8 : len(forged) - len(data)]), manifest)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                pytest.skip("there is nothing to agree with")
+                manifest["tensors"] = {}  # there is nothing to agree with
         seal(store.path, A, forged, manifest)
         started = time.monotonic()
         for verify in (True, False):

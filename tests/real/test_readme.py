@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_python_blocks(real_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     monkeypatch.chdir(ROOT)
     namespace: dict[str, Any] = {}
     for block in blocks:
@@ -26,6 +26,8 @@ def test_python_blocks(real_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPa
     assert printed.splitlines()[1].endswith(f" {tokens[1]}"), "the answer's cache_read is the context's length"
     assert "[{'name': 'search', 'args': {'query': " in printed and "name='" in printed
     assert "15 x that" in printed
+    first, second = (int(line) for line in printed.splitlines() if line.isdigit())
+    assert first == 0 and second > 4000, "the second agent's prompt begins as the first one's"
 
 
 def test_relative_links_lead_somewhere() -> None:

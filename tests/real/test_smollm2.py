@@ -139,7 +139,7 @@ def test_memory_of_live_agents(real_model: tuple[Any, Any]) -> None:
     weights = [*model.parameters(), *model.buffers()]
     idle = settled_bytes(weights)
     pool = SharedKVPool.from_token_ids(model, context, tokenizer=tokenizer)
-    engine = Engine(model, tokenizer, pool=pool)
+    engine = Engine(model, tokenizer, pool=pool, prefix_cache=False)  # tails are measured, and not what becomes of them
     pool_bytes = live_tensor_bytes(exclude=weights) - idle
     assert pool_bytes == pytest.approx(pool.segment.num_bytes, rel=0.01)
 
@@ -228,7 +228,8 @@ def test_a_document_is_shared_once_and_read_by_all(llm: ChatPolyKV, document: st
         for index in range(3):
             usage = agent.invoke(messages(index), max_tokens=2).usage_metadata
             assert usage is not None
-            assert usage["input_token_details"]["cache_read"] == context.num_tokens
+            # and of the question what the questions before it began with
+            assert 0 <= usage["input_token_details"]["cache_read"] - context.num_tokens < 20
             assert 10 < usage["input_tokens"] - context.num_tokens < 60
     after = llm.pool.stats()
     assert after.builds - before.builds == 1
