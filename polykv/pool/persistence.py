@@ -307,8 +307,7 @@ class DiskTier:
             root,
             as_tokens(path)[skip:],
         )
-        if entry is None:
-            raise StoreError("another segment holds the same tokens")
+        assert entry is not None  # or it would have been found by its key
         entry.agents.update(agents)
         if metadata["exact_tokens"]:
             self._pool.prefix.know_document(entry, metadata["salt"])

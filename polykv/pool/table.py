@@ -157,6 +157,7 @@ class Table:
             return True
         if self.tier is None or self._entries.get(entry.key) is not entry:
             return False
+        self.touch([entry])  # making room for it must not push it out of the store
         held = [*keep, *(required for required in entry.requires if required.resident)]
         for required in entry.requires:
             if not self.bring(required, held):
@@ -237,14 +238,15 @@ class Table:
         root: Root | None,
         path: Tokens,
     ) -> Entry | None:
-        """Takes in what is in the store, without reading it; None if it or its tokens are found elsewhere already."""
+        """Takes in what is in the store, without reading it; None if it is here already.
+
+        Tokens that another entry holds too (another process left the same beginning) are found there; what is after them, here.
+        """
         if key in self._entries:
             return None
         entry = Entry(key, tokens, num_bytes, seconds, None, tuple(requires), cached=True, stored=True)
-        if root is not None and self._plant(entry, root, path) != len(tokens):
-            if entry.root is not None:
-                self._trees[root].remove(entry)
-            return None
+        if root is not None:
+            self._plant(entry, root, path)
         self._entries[key] = entry
         self.touch([entry])
         return entry

@@ -333,6 +333,7 @@ class Naive:
             return True
         if self.accepts is None or record is None:
             return False
+        self.touch([key])
         if not self.bring_all(record.requires, keep):
             return False
         with self.holding([*keep, *record.requires]):
@@ -794,7 +795,7 @@ class TableMachine(RuleBasedStateMachine):
                 file["root"],
                 as_tokens(path),
             )
-            if known or (file["root"] is not None and held != len(path) - segment.num_tokens):
+            if known:
                 assert entry is None
                 continue
             assert entry is not None
@@ -807,7 +808,7 @@ class TableMachine(RuleBasedStateMachine):
                 stored=True,
             )
             if file["root"] is not None:
-                assert self.naive.plant(key, file["root"], path) == segment.num_tokens
+                assert self.naive.plant(key, file["root"], path) == len(path) - held
             self.naive.touch([key])
 
     @rule()
@@ -1004,5 +1005,5 @@ def test_a_stored_entry_is_not_taken_in_twice() -> None:
     assert again is None and table.get(entry.key) is entry
     other = segment_of([0, 1, 2])
     behind = table.add_stored(other.key, as_tokens([0, 1, 2]), other.num_bytes, 1.0, (), PLAIN, as_tokens([0, 1, 2]))
-    assert behind is None and len(table) == 1  # its first tokens are the other's
-    assert table.match(PLAIN, as_tokens([0, 1, 2])) == [(entry, 0, 2)]
+    assert behind is not None and behind.requires == (entry,)  # its first tokens are found in the other
+    assert table.match(PLAIN, as_tokens([0, 1, 2])) == [(entry, 0, 2), (behind, 2, 3)]
