@@ -134,6 +134,7 @@ class SharedKVPool:
         self._table = Table(checked_budget(max_bytes, embedding_weight(model).device))
         self.prefix = PrefixCache(self, self._table, self._lock)
         self._live: set[Lease] = set()
+        self._prefetching = threading.Lock()
         self._building: dict[SegmentKey, tuple[threading.Event, int]] = {}  # and the thread that builds
         self._forgotten: queue.SimpleQueue[KVSegment] = queue.SimpleQueue()
         self._hits = self._misses = self._builds = 0
@@ -590,8 +591,17 @@ class SharedKVPool:
         if workflow is None:
             return
         workflow.observe(agent, step, run)
-        if self._table.tier is not None:
-            threading.Thread(target=self.prefetch, name="polykv-prefetch", daemon=True).start()
+        if self._table.tier is not None and self._prefetching.acquire(blocking=False):
+            # no daemon: the interpreter must not end in the middle of a probe's forward
+            threading.Thread(target=self._prefetch_once, name="polykv-prefetch").start()
+
+    def _prefetch_once(self) -> None:
+        try:
+            self.prefetch()
+        except Exception:
+            logger.exception("bringing segments back ahead of time failed; they come when they are asked for")
+        finally:
+            self._prefetching.release()
 
     def call_ended(self, agent: str, run: str = "") -> None:
         """A call that was observed has ended."""
