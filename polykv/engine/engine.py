@@ -395,17 +395,24 @@ class Engine:
         """Queues a sequence, or has the next cell of its prompt built if there is one; the caller holds the lock."""
         ids = sequence.handle.request.token_ids
         end = sequence.position + CELL_TOKENS
-        if self._cell_codec is None or end > len(ids) - 1:
+        if not self._has_cells(sequence):
             self._scheduler.queue(sequence)
             return
         parent = sequence.lease.span if sequence.lease is not None else None
         cell = ids[sequence.position : end]
         self._await(_BuildJob(cell, self._cell_codec, parent, sequence.handle.request.salt, cell=True), sequence)
 
+    def _has_cells(self, sequence: Sequence) -> bool:
+        """Whether another cell of a prompt begins where it stands. One that reads documents is not cut: cells would cover them."""
+        request = sequence.handle.request
+        fits = sequence.position + CELL_TOKENS <= len(request.token_ids) - 1
+        return self._cell_codec is not None and request.reuse == "prefix" and fits
+
     def _find_cells(self, sequence: Sequence) -> None:
         """Lets a sequence read the cells of its prompt that the pool holds."""
         request = sequence.handle.request
-        while self._cell_codec is not None and sequence.position + CELL_TOKENS <= len(request.token_ids) - 1:
+        while self._has_cells(sequence):
+            assert self._cell_codec is not None
             lease = self.pool.prefix.find_cell(
                 request.token_ids[sequence.position : sequence.position + CELL_TOKENS],
                 self._cell_codec,
@@ -870,16 +877,20 @@ class Engine:
         jump = sequence.jumps.popleft()
         request = sequence.handle.request
         lease = None
-        if self._leave(sequence):
-            lease = self.pool.prefix.place(
-                jump.document,
-                jump.skip,
-                sequence.lease,
-                jump.start,
-                owner=sequence.handle,
-                agent=request.agent,
-            )
-        jump.lease.release()
+        try:
+            if self._leave(sequence):
+                lease = self.pool.prefix.place(
+                    jump.document,
+                    jump.skip,
+                    sequence.lease,
+                    jump.start,
+                    owner=sequence.handle,
+                    agent=request.agent,
+                )
+        except Exception:
+            logger.exception("a stored document could not be read; it is computed")
+        finally:
+            jump.lease.release()
         if lease is None:
             logger.info("a stored document is computed again: the pool has no room for what comes before it")
             sequence.plan_run()

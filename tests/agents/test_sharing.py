@@ -104,11 +104,11 @@ class TestMarks:
         assert details(next(c for c in chunks if c.usage_metadata)) == details(whole)
 
     def test_least_recently_used_contexts_of_marks_go_first(self, tiny_llama: Any) -> None:
-        llm = ChatPolyKV(model=tiny_llama, tokenizer=tiny_tokenizer(), codec="exact", max_pool_bytes=2_000_000)
+        llm = ChatPolyKV(model=tiny_llama, tokenizer=tiny_tokenizer(), codec="k8v3", max_pool_bytes=450_000)
         for number in range(8):
             llm.invoke(marked(document=f"{number} {DOCUMENT}"), max_tokens=1)
         stats = llm.pool.stats()
-        assert stats.evictions > 0 and stats.num_bytes <= 2_000_000
+        assert stats.evictions > 0 and stats.num_bytes <= 450_000
         assert details(llm.invoke(marked(document=f"7 {DOCUMENT}"), max_tokens=1))[1] == 0
         assert details(llm.invoke(marked(document=f"0 {DOCUMENT}"), max_tokens=1))[1] > 0
         llm.pool.clear()
