@@ -125,6 +125,7 @@ def tiny_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_end_to_end_measures_every_system_it_can(end_to_end, tiny_folder, tmp_path, capsys):
     systems = "static exact k8v3 k8v3-int8 k8v3-deterministic static-generate dynamic sequential llama.cpp-f16 llama.cpp-native-f16"
     arguments = f"--agents 1 2 --tokens 96 --new-tokens 6 --threads 1 --json {tmp_path / 'rows.json'}"

@@ -361,6 +361,7 @@ class TestPoolOnDisk:
         assert report.segments == 0 and "another model" in next(iter(report.refused.values()))
         other.close()
 
+    @pytest.mark.full
     def test_two_processes_share_a_store(self, tmp_path: Path) -> None:
         """One builds and saves, the other, started later, reads; then both write at once and nothing is lost."""
         script = tmp_path / "child.py"
