@@ -492,7 +492,8 @@ class TestMishaps:
         engine = make_engine(tiny_llama, prefix_cache=True, token_budget=16)
         for document in (ONE, TWO):
             engine.share(document, "exact", anywhere=True)
-        seen, handles = 0, []
+        seen = 0
+        handles: list[Any] = []
 
         def count(report: Any) -> None:
             nonlocal seen
@@ -605,7 +606,7 @@ class TestMishaps:
             ({"reuse": "Anywhere"}, "got 'Anywhere'"),
         ):
             with pytest.raises(InvalidRequestError, match=message):
-                Request((1, 2), None, params(), **fields)  # type: ignore[arg-type]
+                Request((1, 2), None, params(), **fields)
 
 
 class TestMany:
