@@ -453,6 +453,11 @@ class Engine:
                     f"the shared context was built with {request.segment.model.name!r}, which differs from this engine's "
                     f"{self.pool.identity.name!r} in its {reason}; share the text with this model"
                 )
+        if request.reuse == "anywhere" and not self.prefix_cache:
+            raise InvalidRequestError(
+                "reuse='anywhere' needs the prefix cache, which is off in this engine (prefix_cache=False or deterministic=True); "
+                "use reuse='prefix', or another engine"
+            )
         if own < 1:
             raise InvalidRequestError("the prompt has no tokens of its own after the shared context; ask something")
         request.sampling.check_vocabulary(vocabulary)

@@ -334,7 +334,8 @@ class PrefixCache:
                     and (tokens[position : position + len(entry.tokens)] == entry.tokens).all()
                 ]
                 if fitting:
-                    entry = max(fitting, key=lambda entry: len(entry.tokens))
+                    # of one text stored in several ways the most exact, whoever came first
+                    entry = max(fitting, key=lambda entry: (len(entry.tokens), "exact" in entry.key[2], entry.key[2]))
                     found.append((position, entry))
                     position += len(entry.tokens)
                 else:
