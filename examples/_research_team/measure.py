@@ -98,7 +98,7 @@ class Measurements:
         return cls(
             codec=context.codec,
             context_tokens=context.num_tokens,
-            pool_bytes=llm.pool.stats().num_bytes,
+            pool_bytes=context.num_bytes,
             float16_bytes=context.dense_bytes,
             dtype=str(dtype).removeprefix("torch."),
             dtype_bytes=dtype.itemsize,
