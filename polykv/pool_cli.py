@@ -87,6 +87,8 @@ def _size(count: float) -> str:
 
 
 def _age(created: float) -> str:
+    if created < 0:  # no writer's clock: the file is forged
+        return "-"
     seconds = max(0.0, time.time() - created)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

@@ -44,6 +44,7 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _ANY_TEMPORARY = ".tmp"
 _TEMPORARY = ".tmp-"
 _MAX_AXES = 16
+_MAX_DEPTH = 100  # of metadata; far below where Python's own limit makes it depend on the caller's stack
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -158,8 +159,8 @@ class SegmentStore:
         except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{self.path / 'store.json'} cannot be read: {error}") from error
         if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise StoreError(f"{self.path} is not a store of this library (store.json says {str(head)[:80]})")
-        if head.get("version") != VERSION:
+            raise StoreError(f"{self.path} is not a store of this library (store.json says {_plain(head)})")
+        if not _is_version(head.get("version")):
             raise StoreError(
                 f"the store {self.path} has version {head.get('version')!r}, this library reads {VERSION}; use the library that wrote "
                 "it, or another folder"
@@ -207,6 +208,8 @@ class SegmentStore:
                     key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                     for key, tensor in tensors.items()
                 }
+                if "__metadata__" in held:
+                    raise ValueError("'__metadata__' is no name for a tensor: safetensors keeps it for itself")
                 save_file(held, str(temporary))
                 facts = {
                     key: {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "crc32": _crc(tensor)}
@@ -226,6 +229,8 @@ class SegmentStore:
                     "created": time.time(),
                 }
                 content = json.loads(json.dumps(content, allow_nan=False))
+                if _too_deep(content):
+                    raise ValueError(f"its metadata are nested deeper than {_MAX_DEPTH} levels")
                 text = json.dumps({**content, "checksum": _checksum(content)}).encode()
                 if len(text) > MAX_MANIFEST_BYTES:
                     raise StoreError(f"the manifest has {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
@@ -277,7 +282,10 @@ class SegmentStore:
             for name, reason in self.verify().items():
                 if reason is None:
                     continue
-                if delete_corrupt:
+                folders = [path.name for path in self._paths(name) if path.is_dir() and not path.is_symlink()]
+                if folders:  # no writer made it, and what is in it is not ours: the rest is cleaned up without it
+                    refused[name] = f"{reason}; remove the folder {folders[0]} by hand"
+                elif delete_corrupt:
                     freed += self._unlink(*reversed(self._paths(name)))
                     removed += 2
                 else:
@@ -322,21 +330,25 @@ class SegmentStore:
             raise StoreError(f"the manifest of {name[:12]} cannot be read: {error}") from error
         if not isinstance(content, dict):
             raise StoreError(f"the manifest of {name[:12]} is no JSON object")
-        if content.get("version") != VERSION:
+        if not _is_version(content.get("version")):
             raise StoreError(
                 f"segment {name[:12]} has version {content.get('version')!r}, this library reads {VERSION}; compute it anew"
             )
         checksum = content.pop("checksum", None)
         try:
-            sound = checksum == _checksum(content)
+            sound = not _too_deep(content) and checksum == _checksum(content)
         except (ValueError, RecursionError):
             sound = False
         if not sound:
-            raise StoreError(f"the manifest of {name[:12]} is damaged: its checksum does not fit")
+            raise StoreError(
+                f"the manifest of {name[:12]} is damaged: its checksum does not fit, or it is nested too deeply"
+            )
         wanted = {"name": str, "tokens": int, "data_bytes": int, "data_sha256": str, "tensors": dict, "metadata": dict}
         for key, kind in wanted.items():
             if not isinstance(content.get(key), kind):
                 raise StoreError(f"the manifest of {name[:12]} has no sound {key!r}")
+        if isinstance(content["tokens"], bool) or content["tokens"] < 0:
+            raise StoreError(f"the manifest of {name[:12]} has no sound 'tokens'")
         if content["name"] != name:
             raise StoreError(f"the manifest of {name[:12]} is another segment's ({content['name'][:12]!r})")
         try:
@@ -355,25 +367,36 @@ class SegmentStore:
         return Manifest(**fields, created=created, nbytes=size + len(text))
 
     def get(self, name: str, *, verify: bool = True) -> tuple[dict[str, Tensor], Manifest]:
-        """A segment's tensors, mapped into memory and not copied. They must not be written to.
+        """A segment's tensors on the CPU, mapped into memory and not copied. They must not be written to.
+
+        The file is mapped once; each tensor has a storage of its own within it, and the mapping lasts as long as any of
+        them. Removing the file meanwhile harms none of them (not on Windows).
 
         Args:
             name: 64 hex digits.
             verify: compare the SHA-256 of the whole file.
 
         Raises:
-            StoreError: it is not there, damaged, or malformed.
+            StoreError: it is not there, damaged, malformed, or was removed or replaced while it was read.
         """
-        manifest = self.manifest(name)
         data, _ = self._paths(name)
+        # a writer removes the manifest before the data and makes it after: with one data file all along, what is
+        # checked, hashed and mapped by its path is that file, and the manifest is its own
+        before = _file_id(data)
+        error: Exception | None = None
         try:
+            manifest = self.manifest(name)
             self._check_header(data, manifest)
             if verify and _sha256(data) != manifest.data_sha256:
                 raise StoreError(f"the tensors of {name[:12]} are damaged: {self._damage(data, manifest)}")
             tensors = load_file(str(data))
-        except StoreError:
-            raise
-        except Exception as error:
+        except Exception as caught:
+            error = caught
+        if before != _file_id(data):  # also the reason of an error: two files do not fit each other
+            raise StoreError(f"segment {name[:12]} was removed or replaced while it was read; read it again") from error
+        if isinstance(error, StoreError):
+            raise error
+        if error is not None:
             raise StoreError(f"the tensors of {name[:12]} cannot be read: {type(error).__name__}: {error}") from error
         return tensors, manifest
 
@@ -427,6 +450,10 @@ class SegmentStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
+        if not self._segments.is_dir():  # the lock would make an empty folder where the store was
+            raise StoreError(f"{self.path} cannot be written: its folder {self._segments.name} is gone")
+        if (self.path / ".lock").is_symlink():  # older filelocks follow it, and empty the file behind it
+            raise StoreError(f"the store {self.path} cannot be locked for writing: .lock is a symbolic link; remove it")
         lock = filelock.FileLock(self.path / ".lock", timeout=self._lock_timeout)
         try:
             lock.acquire()
@@ -482,7 +509,7 @@ class SegmentStore:
             ]
         except Exception as error:
             return f"its SHA-256 does not fit, and it cannot be read ({type(error).__name__})"
-        return f"its SHA-256 does not fit; changed: {', '.join(changed[:4]) or 'the header'}"
+        return f"its SHA-256 does not fit; changed: {', '.join(map(_plain, changed[:4])) or 'the header'}"
 
 
 @contextlib.contextmanager
@@ -497,7 +524,42 @@ def _said(what: str) -> Iterator[None]:
         raise StoreError(f"{what}: {reason}") from error
 
 
+def _plain(text: object) -> str:
+    """What a file says, short and fit for a message on a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:80])
+
+
+def _is_version(value: object) -> bool:
+    return type(value) is int and value == VERSION  # True and 1.0 are equal to 1 too
+
+
+def _too_deep(value: object) -> bool:
+    """Whether lists and objects are nested deeper than allowed; without recursion, which is what it guards."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _file_id(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from the next of its name; None without one."""
+    try:
+        facts = path.lstat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
 def _read_small(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+        raise OSError(f"{path.name} is no plain file")
     with path.open("rb") as file:
         text = file.read(MAX_MANIFEST_BYTES + 1)
     if len(text) > MAX_MANIFEST_BYTES:

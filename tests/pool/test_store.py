@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -105,6 +106,21 @@ class TestRoundTrip:
             store.put(A, {"x": torch.ones(3, dtype=torch.complex64)}, {}, tokens=1)
         assert files(store.path) == before
 
+    def test_a_name_that_safetensors_keeps_for_itself_is_refused(self, store: SegmentStore) -> None:
+        with pytest.raises(StoreError, match="__metadata__"):
+            store.put(A, {"__metadata__": torch.ones(3)}, {}, tokens=1)
+        assert list(files(store.path)) == ["store.json"]
+
+    @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+    def test_tensors_are_mapped_once_each_with_a_storage_of_its_own(self, store: SegmentStore) -> None:
+        store.put(A, {"x": torch.ones(5000), "y": torch.ones(5000)}, {}, tokens=1)
+        got, _ = store.get(A)
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if A in line]
+        assert len(lines) == 1 and lines[0][1].endswith("p")  # private: what is written never reaches the file
+        first, stop = (int(part, 16) for part in lines[0][0].split("-"))
+        assert all(first <= tensor.data_ptr() < stop for tensor in got.values())
+        assert [tensor.untyped_storage().nbytes() for tensor in got.values()] == [20_000, 20_000]
+
     def test_what_is_stored_is_not_what_the_caller_changes_later(self, store: SegmentStore) -> None:
         x = torch.ones(3)
         store.put(A, {"x": x}, {}, tokens=1)
@@ -169,6 +185,18 @@ class TestPut:
             with pytest.raises(StoreError):
                 store.put(A, {"x": torch.ones(1)}, {"value": bad}, tokens=1)
         assert list(files(store.path)) == ["store.json"]
+
+    def test_metadata_that_are_nested_too_deeply(self, store: SegmentStore) -> None:
+        nested: list[Any] = []
+        for depth in range(1, 990):
+            nested = [nested]
+            if depth in (100, 500, 989):
+                with pytest.raises(StoreError, match="nested deeper than 100"):
+                    store.put(A, {"x": torch.ones(1)}, {"value": nested}, tokens=1)
+            elif depth == 90:
+                assert store.put(B, {"x": torch.ones(1)}, {"value": nested}, tokens=1)
+                want = nested
+        assert store.names() == [B] and store.manifest(B).metadata == {"value": want}
 
     def test_metadata_of_every_kind_comes_back(self, store: SegmentStore) -> None:
         facts = {"text": "ü\ud800\n\0", "float": 0.1, "int": -(2**70), "none": None, "list": [True, [], {}]}
@@ -296,6 +324,39 @@ class TestFolders:
         with pytest.raises(StoreError, match="cannot be read"):
             SegmentStore(store.path)
 
+    @pytest.mark.skipif(os.name == "nt", reason="needs pipes")
+    def test_a_store_json_that_is_a_pipe_does_not_block(self, store: SegmentStore) -> None:
+        (store.path / "store.json").unlink()
+        os.mkfifo(store.path / "store.json")
+        with pytest.raises(StoreError, match="no plain file"):
+            SegmentStore(store.path)
+
+    def test_messages_are_fit_for_a_terminal(self, store: SegmentStore) -> None:
+        store.put(A, {"\x1b[31mred": torch.ones(3)}, {}, tokens=1)
+        path = store.path / "segments" / f"{A}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+        reasons = [store.verify()[A] or ""]
+        for text in (r'"\u001b[31mred"', r'"\ud800"', r'{"format": "\u001b[31mred"}'):
+            (store.path / "store.json").write_text(text)
+            with pytest.raises(StoreError) as caught:
+                SegmentStore(store.path)
+            reasons.append(str(caught.value))
+        assert "[31mred" in reasons[0] and all(reason.isprintable() for reason in reasons)
+
+    def test_one_that_is_deleted_while_it_is_open(self, store: SegmentStore) -> None:
+        store.put(A, {"x": torch.ones(3)}, {}, tokens=1)
+        shutil.rmtree(store.path)
+        assert (store.names(), store.nbytes, store.verify(), A in store) == ([], 0, {}, False)
+        for call in (
+            lambda: store.put(B, {"x": torch.ones(1)}, {}, tokens=1),
+            lambda: store.remove(A),
+            lambda: store.gc(),
+            lambda: store.get(A),
+        ):
+            with pytest.raises(StoreError, match=r"is gone|no segment"):
+                call()
+        assert not store.path.exists()
+
     def test_a_file_a_path_below_a_file_and_a_path_too_long(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine")
         with pytest.raises(StoreError, match="is a file"):
@@ -357,6 +418,16 @@ class TestLinks:
         assert reasons[C] is None and reasons[A] and reasons[B]
         assert store.gc().removed_files == 2 and store.names() == [C]
 
+    def test_a_linked_lock_leaves_its_target(self, store: SegmentStore, tmp_path: Path) -> None:
+        target = tmp_path / "target"
+        target.write_text("mine")
+        (store.path / ".lock").unlink(missing_ok=True)
+        (store.path / ".lock").symlink_to(target)
+        for call in (lambda: store.put(A, {"x": torch.ones(1)}, {}, tokens=1), lambda: store.gc()):
+            with pytest.raises(StoreError, match="symbolic link"):
+                call()
+        assert target.read_text() == "mine" and store.names() == []
+
     def test_a_linked_folder_of_segments(self, store: SegmentStore, tmp_path: Path) -> None:
         (store.path / "segments").rename(tmp_path / "elsewhere")
         (store.path / "segments").symlink_to(tmp_path / "elsewhere")
@@ -408,6 +479,20 @@ class TestGc:
         report = store.gc(delete_corrupt=True)
         assert (report.removed_files, report.refused) == (2, {}) and report.freed_bytes > len(content)
         assert store.names() == [B]
+
+    @pytest.mark.parametrize("suffix", ["json", "safetensors"])
+    def test_a_folder_in_the_place_of_a_file_stops_nothing(self, store: SegmentStore, suffix: str) -> None:
+        for name in (A, B, C):
+            store.put(name, {"x": torch.ones(50)}, {}, tokens=1)
+        segments = store.path / "segments"
+        (segments / f"{A}.{suffix}").unlink()
+        (segments / f"{A}.{suffix}").mkdir()
+        path = segments / f"{B}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+        (segments / ".tmp-1-ab").write_bytes(bytes(100))
+        report = store.gc(delete_corrupt=True)
+        assert report.removed_files == 3 and report.refused.keys() == {A} and "by hand" in report.refused[A]
+        assert store.verify()[C] is None and sorted(store.names()) == [A, C]
 
     def test_verify_one(self, store: SegmentStore) -> None:
         store.put(A, {"x": torch.ones(5)}, {}, tokens=1)

@@ -38,6 +38,7 @@ from polykv.pool.store import SegmentStore, _checksum, _crc
 KILLS_OF_STORES = 140 if FULL else 7
 KILLS_OF_POOLS = 60 if FULL else 3
 MUTATIONS = 10_000 if FULL else 300
+ROUNDS = 25 if FULL else 3
 POOL_MUTATIONS = 300 if FULL else 20
 A, B, C = (digit * 64 for digit in "abc")
 TESTS = Path(__file__).parents[1]
@@ -230,6 +231,120 @@ class TestKilled:
             if chosen.random() < 0.5:
                 shutil.rmtree(path)
         assert restored
+
+
+# ------------------------------------------------------------------------------------------- several at once
+
+ONE_OF_SEVERAL = """
+    import sys
+    sys.path[:0] = [{tests!r}, {here!r}]
+    import random, torch
+    torch.set_num_threads(1)
+    import test_store_faults as faults
+
+    store, chosen = faults.SegmentStore(sys.argv[1]), random.Random(int(sys.argv[2]))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        task, *numbers = line.split()
+        if task == "put":
+            print(sum(faults.put(store, faults.name_of(int(number))) for number in numbers), flush=True)
+        else:  # other values under the same names, again and again
+            name = faults.name_of(chosen.choice(range(3)))
+            if name in store:
+                store.remove(name)
+            number = chosen.randrange(100)
+            store.put(name, {{"x": torch.full((20_000,), number)}}, {{"of": number}}, tokens=1)
+            print("done", flush=True)
+"""
+
+
+class TestSeveralProcesses:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return SegmentStore(tmp_path / "store").path
+
+    @pytest.fixture
+    def others(self, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+        code = textwrap.dedent(ONE_OF_SEVERAL).format(tests=str(TESTS), here=str(Path(__file__).parent))
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(folder), str(seed)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
+            for seed in range(2)
+        ]
+        for process in started:
+            assert self.answer(process) == "ready"
+        yield started
+        for process in started:
+            process.communicate()
+            assert process.returncode == 0
+
+    @staticmethod
+    def answer(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    @staticmethod
+    def ask(process: subprocess.Popen[str], *words: object) -> None:
+        print(*words, file=process.stdin, flush=True)
+
+    def test_a_race_of_writers_loses_nothing(self, folder: Path, others: list[subprocess.Popen[str]]) -> None:
+        store = SegmentStore(folder)
+        for first in range(0, ROUNDS * 10, 10):
+            common, own = list(range(first, first + 6)), ([first + 6, first + 7], [first + 8, first + 9])
+            for process, names in zip(others, own, strict=True):
+                self.ask(process, "put", *common, *names)
+            assert sum(int(self.answer(process)) for process in others) == 10  # each is written by one of them
+            for number in range(first, first + 10):
+                assert same(store.get(name_of(number))[0], tensors_of(name_of(number)))
+        assert len(store) == ROUNDS * 10 and leftovers(store) == [] and set(store.verify().values()) == {None}
+
+    def test_a_reader_sees_whole_segments_or_none(self, folder: Path, others: list[subprocess.Popen[str]]) -> None:
+        reader = SegmentStore(folder, read_only=True)
+        read, reasons = 0, []
+        for _ in range(ROUNDS * 20):
+            self.ask(others[0], "change")
+            for name in reader.names() * 2:
+                try:
+                    got, manifest = reader.get(name, verify=read % 2 == 0)
+                except StoreError as error:  # it is being written anew
+                    reasons.append(str(error))
+                else:
+                    assert got["x"].unique().tolist() == [manifest.metadata["of"]]
+                    read += 1
+            assert self.answer(others[0]) == "done"
+        assert read > len(reasons)
+        assert all("removed or replaced" in x or "no segment" in x or "not there" in x for x in reasons), reasons
+        assert set(reader.verify().values()) == {None}
+
+    @pytest.mark.parametrize("verify", [True, False])
+    @pytest.mark.parametrize("at", ["_header", "_sha256", "load_file"])
+    def test_one_that_is_replaced_while_it_is_read(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, at: str, verify: bool
+    ) -> None:
+        """The reader opens a file more than once; no two of its looks are of different files."""
+        store = SegmentStore(folder)
+        store.put(A, {"x": torch.zeros(9)}, {"of": 0}, tokens=1)
+        real = getattr(store_module, at)
+
+        def replaced(path: Any) -> Any:
+            monkeypatch.undo()
+            store.remove(A)
+            store.put(A, {"x": torch.ones(9)}, {"of": 1}, tokens=1)
+            return real(path)
+
+        monkeypatch.setattr(store_module, at, replaced)
+        if at == "_sha256" and not verify:
+            assert store.get(A, verify=False)[1].metadata == {"of": 0}
+            return
+        with pytest.raises(StoreError, match="removed or replaced"):
+            store.get(A, verify=verify)
+        got, manifest = store.get(A)
+        assert got["x"].tolist() == [1.0] * 9 and manifest.metadata == {"of": 1}
 
 
 # ------------------------------------------------------------------------------------- no room, no permission
@@ -723,14 +838,19 @@ class TestForgedFiles:
         [
             ("tokens", "1"),
             ("tokens", None),
+            ("tokens", True),
+            ("tokens", -1),
             ("tensors", []),
             ("tensors", {"x": 5, "y": 5}),
             ("tensors", {"x": {}, "y": {}}),
             ("tensors", {}),
             ("metadata", [1]),
             ("metadata", None),
+            ("metadata", {"deep": json.loads("[" * 150 + "]" * 150)}),
             ("version", 2),
             ("version", "1"),
+            ("version", True),
+            ("version", 1.0),
             ("version", None),
         ],
     )
