@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from polykv.cli import main
-from polykv.pool.store import SegmentStore
+from polykv.pool.store import SegmentStore, _checksum
 
 FACTS = {"kind": "context", "codec": "k8v3", "model": "/models/tiny", "parent": None, "layers": [{}, {}, {}]}
 A, B, C = "ab" + "0" * 62, "ac" + "0" * 62, "c" * 64
@@ -107,6 +107,14 @@ class TestLs:
             assert run(*command) == 0
             assert name[:12] in run.out and "\x1b" not in run.out
             (run.out + run.err).encode()
+
+    def test_a_forged_age(self, run: Run, folder: Path) -> None:
+        path = folder / "segments" / f"{C}.json"
+        content = json.loads(path.read_bytes()) | {"created": -1e308}
+        content["checksum"] = _checksum({key: value for key, value in content.items() if key != "checksum"})
+        path.write_text(json.dumps(content))
+        assert run("ls", folder) == 0
+        assert C[:12] in run.out and max(map(len, run.out.splitlines())) < 120
 
     def test_a_missing_folder_of_segments(self, run: Run, tmp_path: Path) -> None:
         store = SegmentStore(tmp_path / "store")
