@@ -7,6 +7,8 @@ Every figure stands beside the same requests without the prefix cache, or under 
 
 * turns: a conversation about a document; each turn's prompt is all that was said before and a question.
 * fan-out: agents that are asked at once, each with the document and a role of its own, without any mark.
+* decoding: what a step of running agents costs when each reads its own earlier turns from the pool, beside a shared context, against
+  keeping them in its private tail.
 * restart: the first token after a document, from a pool on disk that a new engine opens, against computing it. The model is loaded.
 * eviction: six agents in a ring with prompts of their own, and a budget for four of them: tokens computed anew under LRU and
   with the graph attached.
@@ -15,6 +17,7 @@ Every figure stands beside the same requests without the prefix cache, or under 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -31,6 +34,8 @@ from polykv import Engine, Request, SamplingParams, load_model
 DOCUMENT = Path(__file__).parents[1] / "examples" / "data" / "dashwood_inheritance.txt"
 AGENTS = 6
 KEPT = 4
+OWN_TOKENS = 256
+"""Of an agent's first prompt, where decoding is measured."""
 
 
 class Bench:
@@ -94,6 +99,30 @@ def fan_out(bench: Bench, agents: int, *, prefix_cache: bool) -> tuple[float, in
     stats = engine.stats()
     engine.close()
     return seconds, stats.prefill_tokens, largest
+
+
+def decoding(bench: Bench, agents: int, *, prefix_cache: bool) -> float:
+    """Seconds of a step in which every agent decodes in its third turn, behind a context that all share."""
+    engine = bench.engine(prefix_cache=prefix_cache)
+    context = engine.share(bench.ids)
+    steps: list[float] = []
+    talks = [bench.encode(f"\n\nYou are agent {i}.") + bench.text[i * 64 : i * 64 + OWN_TOKENS] for i in range(agents)]
+    for turn in range(3):
+        steps.clear()
+        remove = engine.add_step_callback(
+            lambda report: (
+                steps.append(report.seconds) if report.decode_rows == agents and not report.prompt_rows else None
+            )
+        )
+        for ids in talks:
+            ids += bench.encode(f"\n\nQuestion {turn}: who is spoken of?\nAnswer:")
+        sampling = dataclasses.replace(bench.sampling, max_tokens=32)
+        handles = [engine.submit(Request((*bench.ids, *ids), context, sampling)) for ids in talks]
+        for ids, handle in zip(talks, handles, strict=True):
+            ids += handle.result().token_ids
+        remove()
+    engine.close()
+    return statistics.median(steps)
 
 
 def restart(bench: Bench, folder: Path) -> tuple[float, float, float, float]:
@@ -168,11 +197,12 @@ def main() -> None:
     torch.manual_seed(0)
     bench = Bench(options.model, options.context, 16)
     rows: list[dict[str, Any]] = []
-    bar = tqdm(total=4 * options.repeats + 2, desc="prefix cache", leave=False)
+    bar = tqdm(total=8 * options.repeats + 2, desc="prefix cache", leave=False)
 
     talks: dict[bool, list[list[float]]] = {True: [], False: []}
     fans: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     computed: dict[bool, list[int]] = {}
+    steps: dict[tuple[int, bool], list[float]] = {(n, on): [] for n in (1, options.agents) for on in (False, True)}
     for _ in range(options.repeats):
         for prefix_cache in (False, True):
             seconds, computed[prefix_cache] = turns(bench, 4, prefix_cache=prefix_cache)
@@ -180,6 +210,9 @@ def main() -> None:
             bar.update()
             fans[prefix_cache].append(fan_out(bench, options.agents, prefix_cache=prefix_cache))
             bar.update()
+            for agents in (1, options.agents):
+                steps[agents, prefix_cache].append(decoding(bench, agents, prefix_cache=prefix_cache))
+                bar.update()
     restarts = []
     for _ in range(options.repeats):
         with tempfile.TemporaryDirectory() as folder:
@@ -206,6 +239,13 @@ def main() -> None:
         f"({large / small:.1f}x)"
     )
     rows.append({"part": "fan-out", "without_s": slow, "with_s": fast, "without_bytes": large, "with_bytes": small})
+    for agents in dict.fromkeys((1, options.agents)):
+        private, pooled = (statistics.median(steps[agents, on]) for on in (False, True))
+        print(
+            f"decoding, {agents} agents in their third turn behind a shared k8v3 context: {1e3 * private:.1f} ms a step with their "
+            f"turns in private tails, {1e3 * pooled:.1f} ms with them in the pool ({pooled / private:.2f}x)"
+        )
+        rows.append({"part": "decoding", "agents": agents, "without_s": private, "with_s": pooled})
     cold, warm, on_disk, held = (statistics.median(column) for column in zip(*restarts, strict=True))
     print(
         f"restart: first token {cold:.2f} s cold, {warm:.3f} s from disk ({100 * warm / cold:.1f} %); "
