@@ -319,6 +319,15 @@ def _chunks(encoded: EncodedKV, compute: torch.dtype) -> Iterator[tuple[int, Ten
             yield encoded.num_exact + first, keys, _rotated_values(encoded.values, first, last, compute), True
 
 
+def _dot_products(q: Tensor, keys: Tensor) -> Tensor:
+    """``q @ keys``, ``[..., R, D]`` and ``[..., D, T]``, summed in parts of 64 dims.
+
+    On some CPUs torch adds a long row's products one by one, whose rounding at head dim 256 moves attention by more than 2e-6.
+    """
+    parts = [q[..., i : i + 64] @ keys[..., i : i + 64, :] for i in range(0, q.shape[-1], 64)]
+    return torch.stack(parts).sum(dim=0) if len(parts) > 1 else parts[0]
+
+
 def shared_attention(
     q: Tensor, encoded: EncodedKV, scale: float, *, q_positions: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -334,7 +343,7 @@ def shared_attention(
     # The packed tokens' sum stays in the rotated basis and leaves it once per row, not once per token.
     state = _OnlineSoftmax(stacked)
     for offset, keys, values, rotated in _chunks(encoded, compute):
-        scores = (stacked @ keys).mul_(scale)  # [Hkv, R, t]; on q the factor would be rounded D times
+        scores = _dot_products(stacked, keys).mul_(scale)  # [Hkv, R, t]; on q the factor would be rounded D times
         if oldest is not None:
             positions = torch.arange(encoded.start + offset, encoded.start + offset + keys.shape[-1], device=q.device)
             scores = scores.masked_fill(positions < oldest, -math.inf)
@@ -353,7 +362,8 @@ def masked_attention(
     if tokens == 0:
         return torch.zeros_like(q), q.new_full((batch, num_heads, rows), -math.inf, dtype=compute)
     grouped = q.to(compute).reshape(batch, num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
-    scores = (grouped @ keys.to(compute).transpose(-1, -2)).mul_(scale).view(batch, num_heads, rows, tokens)
+    scores = _dot_products(grouped, keys.to(compute).transpose(-1, -2)).mul_(scale)
+    scores = scores.view(batch, num_heads, rows, tokens)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     largest = scores.amax(dim=-1, keepdim=True)

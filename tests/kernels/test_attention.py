@@ -14,7 +14,6 @@ from kernel_cases import (
     INF,
     LAYOUTS,
     RATIOS,
-    REFERENCE_BOUNDS,
     ROWS,
     TOKENS,
     all_pairs,
@@ -374,7 +373,7 @@ def test_masked_attention_equals_the_dense_oracle_for_every_form_of_mask(head_di
     mask = torch.rand(2, ratio * heads, rows, tokens) < 0.5
     mask[1, :, 0] = False  # a row that sees nothing
     masks = (None, mask, mask[:, :1], mask[:1, :1], mask[0, 0], mask[0, 0, :1])
-    for dtype, bound in REFERENCE_BOUNDS.items():
+    for dtype, bound in BOUNDS.items():
         q = torch.randn(2, ratio * heads, rows, head_dim, dtype=dtype)
         keys, values = torch.randn(2, 2, heads, tokens, head_dim, dtype=dtype)
         for given in masks:
